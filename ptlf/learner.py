@@ -74,7 +74,12 @@ class Learner:
             that are `free` until the first task.
         """
         if config is None:
-            named = {"encoder.name": encoder if isinstance(encoder, str) else "given"} if encoder is not None else {}
+            named: dict[str, Any] = {}
+            if isinstance(encoder, nn.Module):
+                mean, std = getattr(encoder, "normalisation", (None, None))
+                named = {"encoder.name": "given", "encoder.mean": mean and [*mean], "encoder.std": std and [*std]}
+            elif encoder is not None:
+                named = {"encoder.name": encoder}
             given = with_stored_encoder(nest_settings({**named, **settings}))
             values = merge(Config, recipe(f"{STREAM}/{objective}/{method}"), given)
             config, free = arriving_config(from_dict(values), Path(out)), free_settings(given)

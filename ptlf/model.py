@@ -56,12 +56,14 @@ class Model(nn.Module):
         self.prefix: FrozenPrefix | None = None
         self.sharing: list[Teacher] = []  # teachers with the same prefix
         self.prefix_outputs: tuple[list[Tensor], list[Tensor]] = ([], [])  # the last views, and the prefix's outputs
+        self.begins_behind_prefix = False  # views are outputs of the prefix
 
-    def share_prefix(self, teachers: Sequence[Teacher], view: Tensor) -> None:
+    def share_prefix(self, teachers: Sequence[Teacher], view: Tensor, keep: bool = False) -> None:
         """Find the frozen prefix, and those of these teachers that compute the same in it: they share its forward.
-        Called when the frozen set changes. `view`: a small batch of the encoder's input."""
-        self.prefix, self.sharing, self.prefix_outputs = None, [], ([], [])
-        if not teachers or all(p.requires_grad for p in self.encoder.parameters()):
+        Called when the frozen set changes. `view`: a small batch of the encoder's input. keep: needed without a teacher
+        too."""
+        self.prefix, self.sharing, self.prefix_outputs, self.begins_behind_prefix = None, [], ([], []), False
+        if not (teachers or keep) or all(p.requires_grad for p in self.encoder.parameters()):
             return
         with unchanged(self.encoder, *teachers):
             prefix = find_prefix(self.encoder.train(), view)
@@ -69,15 +71,17 @@ class Model(nn.Module):
                 return
             h = prefix(view)
             bound = 1e-3 * float(h.std())
-            self.sharing = [t for t in teachers if torch.allclose(h, prefix(view, t.encoder), rtol=1e-3, atol=bound)]
-        self.prefix = prefix if self.sharing else None
+            alike = [t for t in teachers if not t.moves]
+            self.sharing = [t for t in alike if torch.allclose(h, prefix(view, t.encoder), rtol=1e-3, atol=bound)]
+        self.prefix = prefix if self.sharing or not teachers else None
 
     def encode(self, views: Sequence[Tensor], teacher: Teacher | None = None) -> list[Tensor]:
         """Features (B, feature_dim) of each view; every view has its own batch statistics."""
         encoder = self.encoder if teacher is None else teacher.encoder
         with gradient(teacher), torch.autocast(views[0].device.type, torch.bfloat16, self.dtype is torch.bfloat16):
             if self.prefix is not None and (teacher is None or teacher in self.sharing):
-                features: Sequence[Tensor] = [self.prefix.rest(encoder, h) for h in self.through_prefix(views)]
+                outputs = views if self.begins_behind_prefix else self.through_prefix(views)
+                features: Sequence[Tensor] = [self.prefix.rest(encoder, h) for h in outputs]
             elif len(views) > 1 and self.accelerator.takes_views_in_one_pass(encoder):
                 with views_in_one_pass(encoder, len(views)):
                     joined = self.accelerator.encode(encoder, torch.cat(list(views)))
@@ -94,6 +98,12 @@ class Model(nn.Module):
             outputs = [self.prefix(view) for view in views]
             self.prefix_outputs = list(views), outputs
         return outputs
+
+    def prefix_output(self, view: Tensor) -> Tensor:
+        """Of the frozen prefix, in the arithmetic of a step."""
+        assert self.prefix is not None
+        with torch.autocast(view.device.type, torch.bfloat16, self.dtype is torch.bfloat16):
+            return self.prefix(view)
 
     def project(self, features: Sequence[Tensor], teacher: Teacher | None = None) -> list[Tensor]:
         """Projections (B, projection_dim) of each view's features."""

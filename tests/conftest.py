@@ -71,7 +71,9 @@ def tiny_encoder() -> nn.Module:
     for inputs, outputs, stride in ((3, 8, 2), (8, 16, 2), (16, 16, 1)):
         conv = nn.Conv2d(inputs, outputs, 3, stride, 1, bias=False)
         layers += [conv, nn.BatchNorm2d(outputs), nn.ReLU()]
-    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten())
+    encoder = nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten())
+    encoder.normalisation = (0.5,) * 3, (0.5,) * 3  # that of the digits' views
+    return encoder
 
 
 def dropping_encoder() -> nn.Module:

@@ -75,7 +75,7 @@ VALUES: Settings = {
     "resnet18-mini encoder.width": 4, "vit-small encoder.patch": 8, "vit-small encoder.heads": 2,
     "si method.clip": 0.001, "memory.images": "images/one/pets", "evaluation.reference": "images/one/pets",
     "freezing.policy.name": "ascending", "cost_aware freezing.policy.sharpness": 0.0, "freezing.initial": 0.34,
-    "freezing.shape": "constant", "lars training.optimizer.eta": 1e-4, "training.clip": 0.01,
+    "freezing.shape": "constant", "lars training.optimizer.eta": 1e-4, "training.clip": 0.01, "training.head_lr": 0.01,
     "training.precision": "bf16", "checkpoint.every_minutes": 1e-9, "checkpoint.keep": 1, "checkpoint.keep_tasks": 1,
     "evaluation.tasks": "last:1", "probes.knn_task.temperature": 0.02, "probes.knn_class.temperature": 0.005,
     "probes.linear.batch": 20, "probes.linear.lr": 5.0, "probes.linear.momentum": 0.0,

@@ -18,6 +18,7 @@ class Batch:
     uniforms: Tensor  # (views, B, P) in [0, 1): randomness of the augmentation
     draws: Mapping[str, Tensor] = field(default_factory=dict)  # randomness of the method, by name
     views: list[Tensor] = field(default_factory=list)  # (B, 3, S, S) each, computed in the step
+    indices: Tensor | None = None  # (B,) of the images in the task's, on the host
     mixed: list[Tensor] = field(default_factory=list)  # inputs of the loss: the views, or a mixture of them
     targets: list[Tensor] = field(default_factory=list)  # (B, D) each: projections by the objective's teacher
     outputs: Tensor | None = None  # (B, feature_dim) of the first mixed view, for methods that store them

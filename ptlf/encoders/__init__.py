@@ -1,7 +1,14 @@
 """Encoders by name. To add one: a function that makes an `nn.Module` of its settings, and a line here."""
 
 from ptlf.core.registry import Registry
-from ptlf.encoders.encoder import EncoderConfig, EncoderEntry, ask_for_module, feature_dim, from_function
+from ptlf.encoders.encoder import (
+    EncoderConfig,
+    EncoderEntry,
+    ask_for_module,
+    feature_dim,
+    from_function,
+    set_normalisation,
+)
 from ptlf.encoders.extras import as_encoder, hf_entry, timm_entry, torchvision_entry
 from ptlf.encoders.onnx import onnx_entry
 from ptlf.encoders.resnet import BasicBlock, Bottleneck, ResNet, resnet
@@ -33,4 +40,4 @@ ENCODERS: Registry[EncoderEntry] = Registry(
 )
 
 __all__ = ["ENCODERS", "EncoderConfig", "EncoderEntry", "ResNet", "ViT", "Weights", "as_encoder", "feature_dim"]
-__all__ += ["load_weights", "read_tensors", "stored_encoder"]
+__all__ += ["load_weights", "read_tensors", "set_normalisation", "stored_encoder"]

@@ -4,7 +4,8 @@ Any module that does so is an encoder; `feature_dim` is read from its attribute 
 Attributes that it may have:
 
 rowwise: no image's vector depends on the other images of the batch, so that all views may be one batch.
-normalisation: mean and standard deviation of its inputs, three numbers each, in place of the views' own.
+normalisation: mean and standard deviation of its inputs, three numbers each, in place of the views' own. Pixels are
+    from 0 to 1. The settings `encoder.mean` and `encoder.std` set it.
 """
 
 import inspect
@@ -25,6 +26,16 @@ class EncoderConfig:
         "resnet18", "architecture (see `ptlf list encoders`); also timm:NAME, torchvision:NAME, hf:FOLDER, onnx:FILE"
     )
     weights: str | None = key(None, "a run, safetensors file or state_dict to start from; null = random weights")
+    mean: list[float] | None = key(
+        None, "its inputs' mean per channel, pixels from 0 to 1; null = its own or the views'"
+    )
+    std: list[float] | None = key(None, "their standard deviation per channel")
+
+    def __post_init__(self) -> None:
+        if (self.mean is None) != (self.std is None) or not {len(v) for v in (self.mean, self.std) if v} <= {3}:
+            raise UserError(f"encoder.mean and encoder.std are three numbers each, not {self.mean} and {self.std}")
+        if self.std and min(self.std) <= 0:
+            raise UserError(f"encoder.std must be above 0, not {self.std}")
 
 
 @dataclass
@@ -49,6 +60,18 @@ def from_function(make: Callable[..., nn.Module]) -> EncoderEntry:
 
 def ask_for_module(config: EncoderConfig) -> nn.Module:
     raise ValueError("it was a module given in Python; open the run there, with ptlf.Learner.load(RUN, encoder=MODULE)")
+
+
+def set_normalisation(encoder: nn.Module, config: EncoderConfig) -> None:
+    """Note the settings' mean and standard deviation at the encoder. One whose weights come from elsewhere must know
+    how its inputs are normalised."""
+    if config.mean is not None and config.std is not None:
+        encoder.normalisation = tuple(config.mean), tuple(config.std)  # type: ignore[assignment]
+    elsewhere = config.weights is not None or config.name == "given" or config.name.startswith("onnx:")
+    if elsewhere and getattr(encoder, "normalisation", None) is None:
+        example = "--encoder.mean '[0.485, 0.456, 0.406]' --encoder.std '[0.229, 0.224, 0.225]'"
+        hint = f"give them, for ImageNet's {example}, or in Python set encoder.normalisation = (mean, std)"
+        raise UserError(f"encoder {config.name!r} does not say by which mean and std its inputs are normalised; {hint}")
 
 
 def feature_dim(encoder: nn.Module, image_size: int) -> int:

@@ -83,16 +83,21 @@ def read_graph(graph: Any, weights: dict[str, Tensor], value_of: Callable[[Any],
 
 
 def make_layer(kind: str, options: dict[str, Any], weights: list[Tensor]) -> nn.Module | None:
+    if options.get("auto_pad", b"NOTSET") != b"NOTSET" or options.get("ceil_mode"):
+        return None
     pads = list(options.get("pads", [0, 0, 0, 0]))
     even = pads[:2] == pads[2:]
-    window = {"stride": tuple(options.get("strides", (1, 1))), "padding": tuple(pads[:2]) if even else 0}
+    window: dict[str, Any] = {
+        "stride": tuple(options.get("strides", (1, 1))),
+        "padding": tuple(pads[:2]) if even else 0,
+    }
     layer: nn.Module
     if kind == "Conv":
         weight, *bias = weights
         groups = options.get("group", 1)
-        shape, size = (weight.shape[1] * groups, weight.shape[0]), tuple(weight.shape[2:])
+        shape, size = (weight.shape[1] * groups, weight.shape[0]), weight.shape[2:]
         dilation = tuple(options.get("dilations", (1, 1)))
-        layer = nn.Conv2d(*shape, size, **window, dilation=dilation, groups=groups, bias=bool(bias))
+        layer = nn.Conv2d(*shape, (size[0], size[1]), **window, dilation=dilation, groups=groups, bias=bool(bias))
         layer.load_state_dict({"weight": weight, **({"bias": bias[0]} if bias else {})})
         return layer if even else Padded(layer, pads, 0.0)
     if kind == "MaxPool":

@@ -95,8 +95,8 @@ def find_file(path: Path) -> Path:
 
 
 def stored_encoder(path: Path) -> dict[str, Any] | None:
-    """Settings of the encoder whose weights are in a run's or an exported folder, or in its file. None for other files,
-    and for an encoder that a method made of another one."""
+    """Settings of the encoder whose weights are in a run's or an exported folder, or its file, and its normalisation.
+    None for other files, and for an encoder that a method made of another one."""
     try:
         with safe_open(find_file(path), "pt") as file:
             card = json.loads((file.metadata() or {}).get(KEY, "null"))
@@ -105,7 +105,7 @@ def stored_encoder(path: Path) -> dict[str, Any] | None:
     settings = card.get("encoder") if isinstance(card, dict) and "method" not in card else None
     if not isinstance(settings, dict) or not isinstance(settings.get("name"), str):
         return None
-    return {name: value for name, value in settings.items() if name != "weights"}
+    return {**settings, "mean": card.get("mean"), "std": card.get("std"), "weights": None}
 
 
 def read_tensors(file: Path) -> dict[str, Tensor]:

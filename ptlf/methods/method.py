@@ -60,7 +60,8 @@ class Method(nn.Module, Generic[C]):
         self.task = index
 
     def teacher(self) -> Teacher | None:
-        """An earlier model that the step runs too. It shares the forward of a frozen prefix that both have alike."""
+        """An earlier model that the step runs too. It shares the forward of a frozen prefix that both have alike,
+        unless it `moves` within a task."""
         return None
 
     def graph_key(self) -> str:

@@ -56,6 +56,8 @@ def each_view(head: nn.Module, views: Sequence[Tensor]) -> list[Tensor]:
 class Teacher(nn.Module):
     """A copy of encoder and projector that takes no gradient. `Model.encode` and `Model.project` run it."""
 
+    moves = False  # within a task; one that stands still may share the forward of a frozen prefix
+
     def __init__(self, encoder: nn.Module, projector: nn.Module) -> None:
         super().__init__()
         self.encoder, self.projector = deepcopy(encoder), deepcopy(projector)
@@ -68,6 +70,8 @@ class MomentumTeacher(Teacher):
     At each step the teacher keeps a share of itself that rises from `start` to `end` by half a cosine over the steps of
     a task, and starts again with the next task (as in CaSSLe's code). It is computed on the device from a step counter.
     """
+
+    moves = True
 
     def __init__(self, encoder: nn.Module, projector: nn.Module, start: float, end: float) -> None:
         super().__init__(encoder, projector)

@@ -18,7 +18,7 @@ from ptlf.core.memory import check_fits
 from ptlf.core.randomness import seeded
 from ptlf.core.settings import as_dict
 from ptlf.core.words import short_repr
-from ptlf.encoders import ENCODERS, EncoderConfig, as_encoder, feature_dim
+from ptlf.encoders import ENCODERS, EncoderConfig, as_encoder, feature_dim, set_normalisation
 from ptlf.encoders.encoder import SizedConfig
 from ptlf.freezing import Freezer, FreezeSchedule, ProgressiveFreezing
 from ptlf.freezing.cost import kept_bytes
@@ -139,6 +139,7 @@ def make_encoder(config: EncoderConfig, seed: int, size: int | None = None) -> n
 
 def make_model(config: Config, stream: Stream, size: int, device: torch.device, encoder: nn.Module | None) -> Model:
     encoder = make_encoder(config.encoder, config.seed, size) if encoder is None else as_encoder(encoder)
+    set_normalisation(encoder, config.encoder)
     with seeded(config.seed, "adapted encoder"):
         encoder = METHODS.find(config.method.name).adapt_encoder(config.method, encoder, len(stream.tasks))
     objective = OBJECTIVES.find(config.objective.name)

@@ -51,6 +51,8 @@ def upgrade_settings(config: Mapping[str, Any]) -> Mapping[str, Any]:
 
 # Settings that records of older versions do not have, with the value that does what these versions did.
 ADDED: Mapping[str, Any] = {
+    "encoder.mean": None,
+    "encoder.std": None,
     "encoder.weights": None,
     "encoder.width": None,
     "evaluation.reference": None,
@@ -60,6 +62,8 @@ ADDED: Mapping[str, Any] = {
     "memory.images": None,
     "probes.linear.standardise": True,  # of runs without this probe; see `upgrade_settings` for others
     "training.clip": None,
+    "training.head_lr": None,
+    "training.keep_views": 0,
 }
 
 

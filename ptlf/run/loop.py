@@ -202,6 +202,8 @@ class Run:
             state = progress.epoch_state = self.trainer.begin_epoch()
         frozen = len(self.freezing.freezer.frozen)
         self.watcher.begin_epoch(progress.task, progress.epoch, self.trainer.steps_per_epoch(indices), frozen)
+        with self.clock("training"):
+            self.trainer.keep_views(indices, self.watcher.phase)
         # Closed at once if the run stops: threads may be reading ahead.
         training = contextlib.closing(self.trainer.epoch(indices, progress.epoch, state))
         before = state.views  # of an epoch that was begun before the run was stopped

@@ -5,6 +5,7 @@ bring presets too. Scores of the recipes that were run are in docs/reproduction.
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -106,8 +107,11 @@ def recipe(name: str) -> Settings:
         raise unknown("protocol", entry.protocol, PROTOCOLS)
     chosen = {"recipe": name, "stream": {"name": stream}, "objective": {"name": objective}, "method": {"name": method}}
     members = (OBJECTIVES.find(objective), METHODS.find(method))
-    presets = [settings for member in members for settings in presets_on(stream, member.presets)]
+    presets = [dict(settings) for member in members for settings in presets_on(stream, member.presets)]
     freezing = {"freezing": {key: value for key, value in variant.items() if key != "method"}}
+    known = {field.name for field in fields(members[0].Config)}
+    for settings in presets:  # a method's may name keys that not every objective has
+        settings["objective"] = {key: v for key, v in settings.get("objective", {}).items() if key in known}
     return merge(Config, PROTOCOLS[entry.protocol], entry.presets, chosen, *presets, freezing)
 
 
@@ -185,12 +189,16 @@ def base_settings(name: str, explicit: Settings) -> Settings:
 
 
 def with_stored_encoder(explicit: Settings) -> Settings:
-    """The settings, with the encoder whose weights they take where they name none. Code that the weights' file names is
-    not followed."""
+    """The settings, with the encoder whose weights they take where they name none, and with its normalisation. Code
+    that the weights' file names is not followed."""
     encoder = explicit.get("encoder")
-    weights = encoder.get("weights") if isinstance(encoder, Mapping) and "name" not in encoder else None
+    weights = encoder.get("weights") if isinstance(encoder, Mapping) else None
     stored = stored_encoder(Path(weights).expanduser()) if isinstance(weights, str) else None
-    if stored is None or ENCODERS.names_code(stored["name"]):
+    if stored is None or not isinstance(encoder, Mapping):
+        return explicit
+    if "name" in encoder:
+        return merge(Config, explicit, {"encoder": {"mean": stored["mean"], "std": stored["std"], **encoder}})
+    if ENCODERS.names_code(stored["name"]):
         return explicit
     return merge(Config, explicit, {"encoder": {"name": stored["name"]}}, {"encoder": stored}, {"encoder": encoder})
 

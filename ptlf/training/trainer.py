@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from ptlf.core import processes
 from ptlf.core.batch import Batch
 from ptlf.core.errors import UserError
-from ptlf.core.randomness import Randomness
+from ptlf.core.phases import Phase, silent
+from ptlf.core.randomness import Randomness, derived_seed
 from ptlf.core.reading import recordable
 from ptlf.core.settings import key, section
 from ptlf.freezing.cost import backward_flops, kept_bytes
@@ -21,11 +22,13 @@ from ptlf.freezing.recording import unchanged
 from ptlf.kernels import can_fuse, folded_tensors, module_variant
 from ptlf.methods import Method
 from ptlf.model import Model
+from ptlf.objectives.objective import Teacher
 from ptlf.stream import Images
 from ptlf.stream.loading import ImageSource, Sources
 from ptlf.training.cost import peak_memory_bytes, reset_peak_memory
 from ptlf.training.distributed import average_gradients, average_statistics
 from ptlf.training.engine import ENGINES, Addresses, CapturedEngine, Engine, choose_engine
+from ptlf.training.kept_views import KeptViews
 from ptlf.training.optimizers import OPTIMIZERS, OptimizerConfig, prepare_state
 from ptlf.views import View, draw, make_views
 
@@ -39,6 +42,11 @@ class TrainingConfig:
     batch: int = key(256, "images per step, of all processes (each gives two views)", ge=2)
     optimizer: OptimizerConfig = section(OptimizerConfig, family=OPTIMIZERS)
     epochs: int = key(200, "passes over each task's images", ge=1)
+    keep_views: int = key(
+        0,
+        "views per image whose outputs of a frozen prefix are kept for a task (CPU); 0 = new views in every step",
+        ge=0,
+    )
     clip: float | None = key(None, "greatest norm of a step's gradient, of all parameters; null = any", gt=0)
     last_batch: str = key("use", "what to do with an epoch's last, smaller batch", choices=("use", "drop"))
     precision: str = key(
@@ -110,6 +118,7 @@ class Trainer:
             self.engine = CapturedEngine(self.body, self.device, processes.share(self.config.batch))
         self.sampled: Sequence[Tensor] | None = None  # weights to compute gradients of; None while training
         self.update_rule = OPTIMIZERS.find(self.config.optimizer.name)
+        self.kept: KeptViews | None = None
         self.kept_state: dict[Tensor, dict[str, Tensor]] = {}  # of every parameter that ever trained, see prepare_state
         self.rebuilds = 0
         self.variant, self.addresses = "", Addresses()  # the key of the step's operations, and where its tensors are
@@ -178,7 +187,35 @@ class Trainer:
                 state.add(self.engine(batch), len(chosen) * len(self.view_specs), of=steps)
                 yield
 
+    def keep_views(self, indices: np.ndarray, phase: Phase = silent) -> None:
+        """Where all that a step runs shares the encoder's frozen prefix, keep its outputs for `training.keep_views`
+        views of each of the task's images."""
+        prefix, sharing = self.model.prefix, len(self.model.sharing) == len(self.teachers())
+        if not self.config.keep_views or prefix is None or not sharing or self.method.memory is not None:
+            self.kept = None
+            return
+        key, kinds = (self.method.task, prefix.cut), len(self.view_specs)
+        if self.kept is None or self.kept.key != key:
+            self.kept = None  # before others are made: memory may not suffice for both
+            generator = torch.Generator().manual_seed(derived_seed(self.random.seed, f"kept views {self.method.task}"))
+
+            def encode(chosen: Tensor, view: int) -> Tensor:
+                uniforms = draw(len(chosen), generator, 1)
+                spec = (self.view_specs[view % kinds],)
+                (made,) = make_views(self.source.gather(chosen), uniforms, spec, self.view_size)
+                return self.model.prefix_output(self.in_layout(made))
+
+            self.model.train()
+            self.kept = KeptViews.make(key, indices, self.config.keep_views // kinds * kinds, encode, phase)
+        self.model.begins_behind_prefix = True
+
+    def teachers(self) -> list[Teacher]:
+        return [teacher for teacher in (self.method.teacher(), self.model.objective.teacher) if teacher]
+
     def views(self, batch: Batch) -> list[Tensor]:
+        if self.kept is not None and self.model.begins_behind_prefix:
+            assert batch.indices is not None
+            return self.kept.pick(batch.indices, batch.uniforms[:, :, 0])
         augment, at_once = self.model.accelerator.augment, self.engine_kind != "eager"
         views = make_views(batch.images, batch.uniforms, self.view_specs, self.view_size, augment, at_once=at_once)
         return [self.in_layout(view) for view in views]
@@ -198,9 +235,9 @@ class Trainer:
             self.addresses += (self.rebuilds,)
         self.engine.rebuild(self.variant, self.addresses)
         if self.engine_kind == "eager":
-            teachers = [teacher for teacher in (self.method.teacher(), self.model.objective.teacher) if teacher]
             view = torch.randn(2, 3, self.view_size, self.view_size, generator=torch.Generator().manual_seed(0))
-            self.model.share_prefix(teachers, self.in_layout(view.to(self.device)))
+            keep = self.config.keep_views > 0
+            self.model.share_prefix(self.teachers(), self.in_layout(view.to(next(self.model.parameters()))), keep)
 
     def held(self) -> list[Tensor]:
         """All that a step reads or writes besides its batch."""
@@ -224,7 +261,7 @@ class Trainer:
         images = self.source.gather(chosen[mine]) if images is None else images
         uniforms = draw(len(chosen), generator, len(self.view_specs))[:, mine]
         shared = {name: value[mine] if value.ndim else value for name, value in draws.items()}
-        return Batch(images, self.source.labels[chosen[mine]], uniforms, shared)
+        return Batch(images, self.source.labels[chosen[mine]], uniforms, shared, indices=chosen[mine])
 
     def usable(self, images: int) -> int:
         """How many of a batch's images are trained on: equal shares. One image per process has no batch statistics."""
