@@ -4,7 +4,7 @@ import hashlib
 import os
 import re
 import shutil
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from contextlib import suppress
 from dataclasses import fields, replace
 from pathlib import Path
@@ -15,8 +15,9 @@ import numpy as np
 from ptlf.core.errors import UserError
 from ptlf.stream.disk import files_below, natural, not_an_image, subfolders
 from ptlf.stream.images import find_images, is_image_folder, own_side
-from ptlf.stream.pack import Chunk, Pack, open_pack, read_manifest, write_pack
-from ptlf.stream.packing import pack_images
+from ptlf.stream.pack import Pack, open_pack, read_manifest
+from ptlf.stream.packing import PackOptions, pack_images, write_squares
+from ptlf.stream.rows import array_split, subset, with_labels
 from ptlf.stream.task import Dataset, EvalSplit, Images, Stream, StreamConfig, Task, packed, unlabelled_stream
 
 TASKS, INCOMING = "tasks", ".incoming"
@@ -178,17 +179,12 @@ def place(pack: Pack, number: int) -> str:
 
 def reduced(pack: Pack, rows: np.ndarray) -> Pack:
     """The pack, in its place, with these training images only, and the test images of their classes."""
-
-    def chunks(split: str, rows: np.ndarray) -> Iterator[Chunk]:
-        images, labels = pack.images(split), pack.labels(split)
-        for some in np.array_split(rows, -(-len(rows) // 256)):
-            yield images[some], labels[some].tolist()
-
-    wanted = {"train": rows}
+    keep = {"train": np.isin(np.arange(pack.split("train").count), rows)}
     if "test" in pack.splits:
-        wanted["test"] = np.flatnonzero(np.isin(pack.labels("test"), pack.labels("train")[rows]))
-    parts = {split: (len(some), chunks(split, some)) for split, some in wanted.items() if len(some)}
-    return write_pack(replace(pack, splits={}), parts, overwrite=True)
+        keep["test"] = np.isin(pack.labels("test"), pack.labels("train")[rows])
+    splits = {name: with_labels(array_split(pack.images(name)), pack.labels(name), pack.names) for name in keep}
+    splits = {name: subset(part, keep[name]) for name, part in splits.items() if keep[name].any()}
+    return write_squares(replace(pack, splits={}), splits, PackOptions(fit=pack.fit, overwrite=True, progress=False))
 
 
 def accept(folder: Path, incoming: Pack) -> Pack:

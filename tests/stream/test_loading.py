@@ -14,7 +14,7 @@ from ptlf.core.errors import UserError
 from ptlf.run.loop import Run
 from ptlf.stream import loading
 from ptlf.stream.loading import AHEAD, ImageSource
-from ptlf.stream.pack import Pack, write_pack
+from ptlf.stream.packing import pack_images
 from ptlf.stream.task import Images, digits
 from ptlf.training.process import Stopped
 
@@ -157,10 +157,8 @@ def packed_run(root: Path, resident: bool, out: Path | None = None, **more) -> R
 
 @pytest.fixture
 def numbers(tmp_path) -> Path:
-    data = digits()
-    parts = {"train": data.train, "test": data.test}
-    chunks = {split: (len(part), [(part.pixels, part.labels)]) for split, part in parts.items()}
-    write_pack(Pack(tmp_path / "numbers", data.size, "classes", data.names), chunks)
+    train, test = ((part.pixels, part.labels) for part in (digits().train, digits().test))
+    pack_images(train, tmp_path / "numbers", digits().size, test=test, names=digits().names, progress=False)
     return tmp_path
 
 
