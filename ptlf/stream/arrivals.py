@@ -25,8 +25,7 @@ NUMBERED = re.compile(r"(\d{4,})-(.+)")
 
 
 class PackedImages(Images):
-    """A split of a packed set. Files are opened where pixels or labels are asked for: a run with many tasks has few
-    open."""
+    """A split of a packed set. Files are opened when they are needed: a run with many tasks has few open."""
 
     def __init__(self, pack: Pack, split: str, numbers: np.ndarray) -> None:
         """numbers: the stream's label of each of the pack's names."""
@@ -84,8 +83,7 @@ def without_tasks(config: StreamConfig, root: Path, packs: Sequence[Pack]) -> St
     plain = StreamConfig(name=config.name, labelled=config.labelled, resident=config.resident)
     for field in fields(StreamConfig):
         if getattr(config, field.name) != getattr(plain, field.name):
-            taken = f"stream {config.name!r} takes its tasks as they arrive"
-            raise UserError(f"{taken}; leave out stream.{field.name}")
+            raise UserError(f"the tasks of stream {config.name!r} arrive; leave out stream.{field.name}")
     if not packs:
         raise UserError(f"stream {config.name!r} has no task yet; `ptlf learn RUN IMAGES` brings the first")
     size = packs[0].size
@@ -100,8 +98,7 @@ def with_arrivals(stream: Stream, packs: Sequence[Pack]) -> Stream:
     tasks, splits, order = list(stream.tasks), list(stream.eval_splits), list(stream.class_order)
     for pack in packs:
         if pack.size != stream.size:
-            sizes = f"{task_name(pack)} has images of {pack.size} px, and the stream of {stream.size} px"
-            raise UserError(f"{sizes}; give images of one size")
+            raise UserError(f"{task_name(pack)} has images of {pack.size} px; those before have {stream.size} px")
         classes: tuple[int, ...] = ()
         numbers = np.zeros(len(pack.names), np.int64)
         if pack.folders == "classes":
@@ -143,8 +140,7 @@ def pack_incoming(
         if (path / "pack.json").is_file():
             pack = open_pack(path.parent, path.name)
             if size not in (None, pack.size):
-                sizes = f"{pack.name} has images of {pack.size} px, not {size}"
-                raise UserError(f"{sizes}; pack it again with --size {size}")
+                raise UserError(f"{pack.name} has images of {pack.size} px, not {size}; pack it with --size {size}")
             options["fit"] = pack.fit
         elif is_image_folder(path):
             labelled = bool(test_fraction or ((path / "train").is_dir() and subfolders(path / "train")))
@@ -213,11 +209,7 @@ def check_watched(folder: Path) -> None:
 
 def settled(folder: Path, settle: float, now: float, known: Collection[str] = ()) -> list[Path]:
     """Subfolders with images in which nothing has changed for `settle` seconds before `now`, oldest first. known: paths
-    to leave out, whose files are not looked at.
-
-    A folder is as old as its oldest image: one that comes later does not change the order. What counts as a change is
-    also one that leaves the file's date alone, as a copy that keeps dates does.
-    """
+    to leave out. A folder is as old as its oldest image. A copy that keeps dates is a change too."""
     check_watched(folder)
     found = []
     for name in subfolders(folder):

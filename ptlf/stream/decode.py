@@ -1,8 +1,6 @@
-"""Decode images in any form to square uint8 arrays.
+"""Decode images in any form to square uint8 arrays, made square as `Fit` says, or refuse them with a reason.
 
-EXIF orientation is applied, transparency composited on white, 16-bit grey divided by 257, and CMYK, palette and grey
-converted to RGB. Images are made square as `Fit` says, resized bicubic and antialiased. A broken or animated image is
-refused with a reason.
+EXIF orientation is applied, transparency composited on white, 16-bit grey divided by 257, and all converted to RGB.
 """
 
 import io
@@ -66,8 +64,7 @@ def square(image: Image.Image, size: int, fit: Fit) -> Image.Image:
 
 
 def to_square(image: Any, size: int, fit: Fit = "crop") -> np.ndarray:
-    """(S, S, 3) uint8, or BadImage, of a path, the bytes of a file, a PIL image, an array (H, W[, C]) or a tensor
-    ([C, ]H, W)."""
+    """(S, S, 3) uint8 of a path, the bytes of a file, a PIL image, an array (H, W[, C]) or a tensor ([C, ]H, W)."""
     if isinstance(image, Mapping):  # a Hugging Face image that was not decoded
         image = image.get("bytes") or image.get("path")
     try:

@@ -136,8 +136,7 @@ def npy_header(count: int, size: int) -> bytes:
 
 
 def refuse_or_skip(problems: Sequence[tuple[str, str]], skipped: list[dict[str, str]], on_error: str | None) -> None:
-    """problems: names and reasons, of those images that were looked at together with the first. on_error: None refuses
-    them where skipping is no way out."""
+    """problems: names and reasons. on_error: None refuses them where skipping is no way out."""
     if problems and on_error != "skip":
         (file, why), more = problems[0], len(problems) - 1
         others = f" and at least {more} more" if more else ""
@@ -264,8 +263,7 @@ def sample_images(
 def read_all(
     images: ImageSplit, size: int, fit: Fit, skipped: list[dict[str, str]], on_error: OnError | None = None
 ) -> tuple[np.ndarray, list[tuple[str, Any]]]:
-    """All images (N, S, S, 3) uint8 and their names and labels, in memory, without the broken ones, unless they are
-    refused."""
+    """All images (N, S, S, 3) uint8, with their names and labels, but for the broken ones that are skipped."""
     pixels = np.empty((images.count, size, size, 3), np.uint8)
     rows: list[tuple[str, Any]] = []
     for batch in decode_squares(images, size, fit):
@@ -278,10 +276,8 @@ def read_all(
 def labelled_dataset(
     path: Path, size: int, test_fraction: float, fit: Fit = "crop", on_error: OnError | None = None
 ) -> Dataset:
-    """A labelled set with test images, read into memory; a packed set of this size stays a memory map.
-
-    on_error: for broken images; None: they are refused, and skipping is no way out.
-    """
+    """A labelled set with test images, read into memory; a packed set of this size stays a memory map. on_error: None
+    refuses broken images where skipping is no way out."""
     if (path / "pack.json").is_file():
         data = packed(path.absolute().parent, path.name)
         if data.size == size and data.test is not None and data.folders == "classes":

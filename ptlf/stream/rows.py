@@ -120,8 +120,7 @@ def number_classes(
 
 
 def hold_out(splits: Mapping[str, ImageSplit], fraction: float) -> dict[str, ImageSplit]:
-    """A training and a test split. A fraction of 1/k holds out every k-th image of each class; other fractions are
-    spaced as evenly as possible."""
+    """A training and a test split. A fraction of 1/k holds out every k-th image of each class, others likewise."""
     if "test" in splits:
         raise UserError("test_fraction is given, but there are test images; use one of them")
     if not 0 < fraction < 1:
