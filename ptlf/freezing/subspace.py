@@ -82,19 +82,16 @@ def replay_inputs(
 def inputs_of(replay: Iterable[Tensor]) -> Iterator[Tensor]:
     for inputs in replay:
         if not isinstance(inputs, Tensor):
-            raise TypeError(
-                f"the replay must hold tensors of inputs, and holds a {type(inputs).__name__}; if a loader yields "
-                "labels too, pass only the inputs: [x for x, _ in loader]"
-            )
+            kind = type(inputs).__name__
+            raise TypeError(f"the replay must hold tensors of inputs, not a {kind}; pass [x for x, _ in loader]")
         yield inputs
 
 
 def check_finite(tensors: Sequence[tuple[str, Tensor]], message: str) -> None:
     """Raise for the first tensor with a NaN or infinity. Waits for the device once."""
     finite = torch.stack([tensor.isfinite().all() for _, tensor in tensors]).tolist() if tensors else []
-    for (name, _), fine in zip(tensors, finite, strict=True):
-        if not fine:
-            raise NotFinite(message.format(name))
+    if not all(finite):
+        raise NotFinite(message.format(tensors[finite.index(False)][0]))
 
 
 def empty_gram(part: Part) -> Tensor:
@@ -151,11 +148,7 @@ def leading_eigenvectors(gram: Tensor, threshold: float) -> Tensor:
 
 def projection_ratio(gradients: Sequence[Tensor], bases: Sequence[Tensor]) -> Tensor:
     """||G B||_F / ||G||_F for G (..., C_out, m) and B (..., m, k), over all groups and products together; a tensor on
-    the device.
-
-    A zero gradient gives 0, not 1: it mostly belongs to a unit that the loss does not reach, and freezing that unit
-    would save nothing.
-    """
+    the device. A zero gradient gives 0, not 1: to freeze a unit that the loss does not reach would save nothing."""
     gradients = [gradient.to(basis.dtype) for gradient, basis in zip(gradients, bases, strict=True)]
     norm = torch.cat([gradient.flatten() for gradient in gradients]).norm()
     kept = torch.cat([(gradient @ basis).flatten() for gradient, basis in zip(gradients, bases, strict=True)]).norm()
@@ -163,8 +156,7 @@ def projection_ratio(gradients: Sequence[Tensor], bases: Sequence[Tensor]) -> Te
 
 
 def passes(units: Sequence[Unit]) -> Iterator[list[Unit]]:
-    """Groups of consecutive units whose Gram matrices together take no more than the largest single one or, on a GPU,
-    an eighth of its free memory."""
+    """Consecutive units whose Gram matrices take no more than the largest, or an eighth of the free GPU memory."""
     room = max(map(gram_bytes, units), default=0)
     if units and (device := units[0].weights[0].device).type == "cuda":
         room = max(room, torch.cuda.mem_get_info(device)[0] // 8)

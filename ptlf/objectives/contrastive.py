@@ -111,18 +111,14 @@ class MoCoV2Plus(Objective[MoCoV2PlusConfig]):
 
 
 def moco_loss(queries: Tensor, keys: Tensor, queue: Tensor, temperature: float = 0.2) -> Tensor:
-    """Cross-entropy of picking each query's own key among it and the queue's. Unit vectors: queries and keys (B, D),
-    queue (K, D)."""
+    """Of picking each query's own key among it and the queue's. Unit vectors: queries, keys (B, D), queue (K, D)."""
     own = (queries * keys).sum(dim=1, keepdim=True)
     logits = torch.cat((own, queries @ queue.T), dim=1) / temperature
     return F.cross_entropy(logits, torch.zeros(len(logits), dtype=torch.int64, device=logits.device))
 
 
 def contrastive_distillation(predicted: Sequence[Tensor], old: Sequence[Tensor], temperature: float) -> Tensor:
-    """Each prediction must find its own old projection among all of them, and each old projection its prediction.
-
-    All views are pooled: V views of B images give V * B candidates.
-    """
+    """Each prediction must find its own old projection among those of all views, and each old one its prediction."""
     p, z = (F.normalize(torch.cat([all_gather_rows(v) for v in vectors]), dim=1) for vectors in (predicted, old))
     logits = p @ z.T / temperature
     own = torch.arange(len(logits), device=logits.device)

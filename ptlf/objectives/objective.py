@@ -25,8 +25,7 @@ from ptlf.core.settings import Presets, key
 
 
 class MLP(nn.Sequential):
-    """Layers of which each norm sees one view at a time. On a GPU `ptlf.kernels` replaces it by a faster module of the
-    same state."""
+    """Layers of which each norm sees one view at a time. On a GPU `ptlf.kernels` replaces it, with the same state."""
 
     def each_view(self, views: Sequence[Tensor]) -> list[Tensor]:
         """The output for every view."""

@@ -90,8 +90,7 @@ class BYOL(Objective[BYOLConfig]):
 
 
 def byol_loss(p1: Tensor, p2: Tensor, t1: Tensor, t2: Tensor) -> Tensor:
-    """Squared distances of unit vectors: predictions p of one view against the momentum network's projections t of the
-    other, (B, D) each. `t` must come without gradient."""
+    """Squared distances of unit vectors (B, D): predictions p against the other view's targets t, without gradient."""
     return (2 + 2 * negative_cosine(p1, t2)) + (2 + 2 * negative_cosine(p2, t1))
 
 

@@ -313,7 +313,7 @@ def test_errors_name_the_unit_and_the_way_out(network):
         ((replay, loss, 2), ValueError, "threshold"),
         ((replay[:0], loss), ValueError, "replay is empty"),
         (([], loss), ValueError, "replay is empty"),
-        (([(replay, None)], loss), TypeError, "the replay must hold tensors of inputs, and holds a tuple"),
+        (([(replay, None)], loss), TypeError, "the replay must hold tensors of inputs, not a tuple"),
         ((replay, lambda: 3), TypeError, "loss_fn must return the loss, a tensor, and returned a int"),
     ):
         with pytest.raises(error, match=message):
@@ -324,7 +324,7 @@ def test_errors_name_the_unit_and_the_way_out(network):
     assert "head" not in correlation_ratios(network, replay, loss, batches=1), "by default all that train"
     pruned = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Conv2d(4, 4, 3))
     prune.random_unstructured(pruned[2], "weight", amount=0.5)
-    with pytest.raises(ValueError, match="the weight of unit '2' is computed anew in every forward"):
+    with pytest.raises(ValueError, match="the weight of unit '2' is computed by a hook"):
         correlation_ratios(pruned, replay, lambda: pruned(replay).square().sum())
 
 
