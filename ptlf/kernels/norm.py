@@ -4,6 +4,7 @@ Where processes share the batch, the statistics of a norm are those of all rows 
 are gathered in forward, the two sums of the gradient are added up in backward. Each is one small exchange.
 """
 
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -43,21 +44,18 @@ SIZES = {
 }
 
 
+# On the host in every step, where Triton's own are slow.
 def ceil_div(size: int, block: int) -> int:
-    """size / block, rounded up. Called on the host in every step, where triton.cdiv is slow."""
     return -(-size // block)
 
 
 def next_power_of_2(size: int) -> int:
-    """The smallest power of 2 that is >= size; faster than Triton's."""
     return 1 << (size - 1).bit_length()
 
 
 class Tiles:
-    """The tiling of a channels-last tensor for a kernel of `SIZES`.
-
-    grid: one program per tile. sum_grid: `parts` programs per view and block of channels, which share its tiles.
-    """
+    """The tiling of a channels-last tensor for a kernel of `SIZES`. grid: one program per tile. sum_grid: `parts`
+    programs per view and block of channels, which share its tiles."""
 
     def __init__(self, x: Tensor, views: int, kernel: str) -> None:
         self.channels, self.views = x.shape[1], views
@@ -89,8 +87,7 @@ class Tiles:
         return sums
 
 
-def to_channels_last(x: Tensor) -> Tensor:
-    return x.contiguous(memory_format=torch.channels_last)
+to_channels_last = partial(Tensor.contiguous, memory_format=torch.channels_last)
 
 
 def pack_signs(x: Tensor) -> Tensor:
@@ -134,8 +131,7 @@ def cast_all(weights: list[Tensor], dtype: torch.dtype) -> tuple[Tensor, ...]:
 
 
 def batch_statistics(x: Tensor, norm: nn.modules.batchnorm._BatchNorm, views: int) -> tuple[Tensor, Tensor, bool]:
-    """Mean and 1 / sqrt(var + eps) of every view, (views, C) each, and whether they are those of all processes. The
-    running statistics are updated."""
+    """(views, C) of mean and 1 / sqrt(var + eps), and whether of all processes. Updates the running statistics."""
     tiles = Tiles(x, views, "sums")
     mean, inv_std = torch.empty(2, views, tiles.channels, device=x.device)
     partial = tiles.partial_sums(x)
@@ -273,8 +269,7 @@ class FrozenConvReLU(torch.autograd.Function):
 
 
 def patches(images: Tensor, dtype: torch.dtype) -> Tensor:
-    """(N, 3, H, W) of any layout -> (N * H * W, 32): im2col for the CIFAR stem's 3 x 3 convolution of three channels as
-    a matrix product; cuDNN's convolution takes more than twice the time."""
+    """(N, 3, H, W) -> (N * H * W, 32): im2col for the CIFAR stem, more than twice as fast as cuDNN's convolution."""
     n, _, height, width = images.shape
     size = n * height * width
     out = torch.empty(size, 32, dtype=dtype, device=images.device)
