@@ -78,9 +78,10 @@ class FreezingPlan:
         total = None if isinstance(self.when, FreezeSchedule) else total  # it has epochs of its own
         self.timetable = self.freezer.schedule(self.when, total, self.order)
 
-    def at(self, now: int) -> list[str]:
-        """Freeze what is due; a `FreezeSchedule` stays as it is behind its last epoch."""
-        assert self.timetable is not None
+    def at(self, by: str, now: int) -> list[str]:
+        """Freeze what is due, if moments are counted so; a `FreezeSchedule` stays as it is behind its last epoch."""
+        if by != self.by or self.timetable is None:
+            return []
         if isinstance(self.when, FreezeSchedule):
             now = min(now, self.when.epochs - 1)
         return self.timetable.at(now)
