@@ -13,9 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from ptlf.freezing.products import as_matrix, parts
 from ptlf.freezing.recording import unchanged
-from ptlf.freezing.subspace import check_finite, inputs_of, passes, projection_ratio, replay_inputs
+from ptlf.freezing.subspace import as_matrix, check_finite, inputs_of, parts, passes, projection_ratio, replay_inputs
 from ptlf.freezing.units import Unit, trained_units
 
 GradientFn = Callable[[Sequence[Tensor]], Sequence[Tensor | None]]  # of weights; None if one has no part in the loss

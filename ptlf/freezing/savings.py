@@ -6,8 +6,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from ptlf.freezing.products import TRANSPOSED, Part, Projection, parts, watched
 from ptlf.freezing.recording import Convolution, storage, unchanged
+from ptlf.freezing.subspace import TRANSPOSED, Part, Projection, parts, watched
 from ptlf.freezing.units import Unit
 
 

@@ -1,6 +1,6 @@
 """The parts of a training step in faster code: heads, augmentation, and the encoder.
 
-On a GPU heads run in `heads` and our residual networks in `resnet`, where a freeze leaves nothing to compile. Views are
+On a GPU heads run in `norm` and our residual networks in `resnet`, where a freeze leaves nothing to compile. Views are
 compiled, and of other encoders the repeated blocks, which share their code, with a variant for each way their units
 freeze. An encoder without such blocks is compiled as a whole, once for every set of frozen units.
 """
@@ -45,7 +45,7 @@ class FastParts(Accelerator):
 
     def prepare(self, module: nn.Module) -> None:
         if self.has_kernels:
-            from ptlf.kernels.heads import fuse_heads  # needs Triton
+            from ptlf.kernels.norm import fuse_heads  # needs Triton
 
             fuse_heads(module)
 

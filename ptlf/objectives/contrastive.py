@@ -12,7 +12,7 @@ from ptlf.core.batch import Batch
 from ptlf.core.memory import check_fits
 from ptlf.core.processes import all_gather_rows
 from ptlf.core.settings import Presets, key
-from ptlf.objectives.objective import MomentumTeacher, Objective, ObjectiveConfig, mlp
+from ptlf.objectives.objective import CASSLE_MOCO, CASSLE_SGD, MomentumTeacher, Objective, ObjectiveConfig, mlp
 
 
 # Settings of Chen et al. 2020: a head with one hidden layer as wide as ResNet-50's vectors, output 128; temperature 0.5
@@ -32,7 +32,7 @@ class SimCLR(Objective[SimCLRConfig]):
     Config = SimCLRConfig
     presets: ClassVar[Presets] = {
         "digits": {"objective": {"hidden": 256, "projection": 64}},
-        "cassle": {"objective": {"temperature": 0.2}, "views": {"name": "cassle-moco"}},
+        "cassle": {"objective": {"temperature": 0.2}, "views": CASSLE_MOCO},
     }
 
     def __init__(self, config: SimCLRConfig, encoder: nn.Module, feature_dim: int, classes: int) -> None:
@@ -76,10 +76,7 @@ class MoCoV2Plus(Objective[MoCoV2PlusConfig]):
     Config = MoCoV2PlusConfig
     presets: ClassVar[Presets] = {
         "digits": {"objective": {"hidden": 256, "projection": 64, "queue": 512}},
-        "cassle": {
-            "views": {"name": "cassle-moco"},
-            "training": {"optimizer": {"name": "sgd", "weight_decay": 1e-4}, "warmup": 0},
-        },
+        "cassle": {"views": CASSLE_MOCO, "training": CASSLE_SGD},
     }
 
     def __init__(self, config: MoCoV2PlusConfig, encoder: nn.Module, feature_dim: int, classes: int) -> None:

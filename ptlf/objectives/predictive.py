@@ -11,6 +11,8 @@ from torch.nn import functional as F
 from ptlf.core.batch import Batch
 from ptlf.core.settings import Presets, key
 from ptlf.objectives.objective import (
+    CASSLE_MOCO,
+    CASSLE_SGD,
     MomentumTeacher,
     Objective,
     ObjectiveConfig,
@@ -34,10 +36,7 @@ class SimSiam(Objective[SimSiamConfig]):
     Config = SimSiamConfig
     presets: ClassVar[Presets] = {
         "digits": {"objective": {"projection": 256, "bottleneck": 64}},
-        "cassle": {
-            "views": {"name": "cassle-moco"},
-            "training": {"optimizer": {"name": "sgd", "weight_decay": 1e-4}, "lr": 0.05, "warmup": 0},  # SimSiam's rate
-        },
+        "cassle": {"views": CASSLE_MOCO, "training": {**CASSLE_SGD, "lr": 0.05}},  # SimSiam's rate
     }
 
     def __init__(self, config: SimSiamConfig, encoder: nn.Module, feature_dim: int, classes: int) -> None:
@@ -101,10 +100,7 @@ class Supervised(Objective[ObjectiveConfig]):
     presets: ClassVar[Presets] = {
         "lump": {"views": {"name": "supervised"}},
         "digits": {"training": {"lr": 0.06}},
-        "cassle": {
-            "views": {"name": "cassle-moco"},
-            "training": {"optimizer": {"name": "sgd", "weight_decay": 1e-4}, "lr": 0.1, "warmup": 0},
-        },
+        "cassle": {"views": CASSLE_MOCO, "training": {**CASSLE_SGD, "lr": 0.1}},
     }
 
     def __init__(self, config: ObjectiveConfig, encoder: nn.Module, feature_dim: int, classes: int) -> None:

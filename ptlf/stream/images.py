@@ -118,9 +118,6 @@ def npz_splits(path: Path) -> dict[str, ImageSplit]:
     return splits
 
 
-# ---------------------------------------------------------------- Hugging Face
-
-
 def is_saved(path: Path) -> bool:
     return any((path / name).is_file() for name in SAVED)
 
@@ -210,9 +207,6 @@ def is_labels(labels: Any, images: Any) -> bool:
         return labels.ndim == 1 or (labels.ndim == 2 and labels.shape[1] == 1)
     plain = isinstance(labels, list | tuple) and all(isinstance(label, str | int | float) for label in labels)
     return plain and hasattr(images, "__len__")
-
-
-# ---------------------------------------------------------------- folders
 
 
 def folder_splits(path: Path) -> dict[str, ImageSplit]:

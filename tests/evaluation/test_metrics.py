@@ -39,7 +39,7 @@ def test_against_an_independent_implementation() -> None:
         assert later == [summary(matrix[:count])["forgetting"] for count in range(2, tasks + 1)]
 
 
-def test_effective_rank_of_known_matrices() -> None:
+def test_effective_rank_and_spread() -> None:
     assert effective_rank(torch.eye(7)) == pytest.approx(7)
     assert effective_rank(3 * torch.eye(7)[:4]) == pytest.approx(4)
     assert effective_rank(torch.ones(9, 5)) == pytest.approx(1)
@@ -47,16 +47,10 @@ def test_effective_rank_of_known_matrices() -> None:
     expected = np.exp(-(0.75 * np.log(0.75) + 0.25 * np.log(0.25)))
     assert effective_rank(torch.diag(torch.tensor([3.0, 1.0, 0.0]))) == pytest.approx(expected)
     assert effective_rank(torch.zeros(4, 3)) == pytest.approx(1)
-
-
-def test_effective_rank_by_eigenvalues() -> None:
     features = torch.randn(40, 12, generator=torch.Generator().manual_seed(0)) @ torch.randn(12, 30)
     values = np.sqrt(np.clip(np.linalg.eigvalsh((features.double() @ features.double().T).numpy()), 0, None))
     shares = values[values > 1e-6] / values.sum()
     assert effective_rank(features) == pytest.approx(float(np.exp(-(shares * np.log(shares)).sum())), rel=1e-4)
-
-
-def test_spread() -> None:
     assert spread(torch.ones(5, 3) * torch.arange(1, 6)[:, None]) == pytest.approx(0, abs=1e-6)
     directions = torch.randn(20000, 8, generator=torch.Generator().manual_seed(1))
     assert spread(directions) == pytest.approx(1, abs=0.02)

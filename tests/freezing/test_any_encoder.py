@@ -16,9 +16,8 @@ from torch import Tensor, nn
 from ptlf.freezing.correlation import correlation_ratios
 from ptlf.freezing.cost import backward_flops, kept_bytes
 from ptlf.freezing.freezer import Freezer
-from ptlf.freezing.products import parts
 from ptlf.freezing.savings import measure_savings
-from ptlf.freezing.subspace import Inputs
+from ptlf.freezing.subspace import Inputs, parts
 from ptlf.freezing.units import find_units, trace
 
 

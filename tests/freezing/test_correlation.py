@@ -166,7 +166,7 @@ def test_splitting_changes_nothing(network, monkeypatch):
     assert ratios(iter(replay.split(6)), 4) == pytest.approx(whole, abs=1e-6)
 
 
-def test_grams_alive_never_exceed_the_largest(network, monkeypatch):
+def test_grams_alive_never_exceed_the_largest_but_where_a_gpu_has_room(network, monkeypatch):
     units = units_of(network, NAMES)
     made: list[weakref.ref] = []
 
@@ -185,11 +185,7 @@ def test_grams_alive_never_exceed_the_largest(network, monkeypatch):
     assert made and alive() == 0
     assert [name for together in passes(units) for name in together] == units
     assert 1 < len(list(passes(units))) < len(units)
-
-
-def test_the_replay_is_forwarded_once_where_a_gpu_has_room(network, monkeypatch):
-    units, gpu = units_of(network, NAMES), [SimpleNamespace(device=torch.device("cuda", 0))]
-    assert len(list(passes(units))) > 1
+    gpu = [SimpleNamespace(device=torch.device("cuda", 0))]  # which may have room for all
     grams = sum(empty_gram(unit.layer).nbytes for unit in units)
     units = [SimpleNamespace(layer=unit.layer, weights=gpu) for unit in units]
     for free, count in {grams * 7: 2, grams * 8: 1}.items():

@@ -8,8 +8,7 @@ import torch
 import torch.nn.functional as F
 from architectures import hugging
 from promise import network as plain_network
-from promise import snapshot
-from test_freezer import OPTIMIZERS, SOME, compare, equal, gradients, images, small
+from test_freezer import OPTIMIZERS, SOME, compare, equal, gradients, images, small, snapshot
 from torch import Tensor, nn
 
 from ptlf.freezing.cost import backward_flops, format_bytes, kept_bytes, parse_bytes, state_bytes
@@ -148,7 +147,7 @@ def test_several_optimizers():
         Freezer(model, [1, 2])
 
 
-def test_a_state_that_replaces_the_parameters_freezes_and_thaws():
+def test_loaded_states_freeze_and_thaw_and_count_at_once_in_compiled_code():
     model, other = small(), small(1)
     freezer = Freezer(model)
     freezer.freeze(SOME)
@@ -157,9 +156,6 @@ def test_a_state_that_replaces_the_parameters_freezes_and_thaws():
     torch.testing.assert_close(model.eval()(images()), other.eval()(images()))
     freezer.thaw()
     assert all(parameter.requires_grad for parameter in model.parameters())
-
-
-def test_weights_loaded_under_compile_count_at_once():
     model, other, x = small(0), small(1).eval(), images()
     freezer = Freezer(model.eval())
     freezer.freeze("stages")
