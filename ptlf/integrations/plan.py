@@ -79,12 +79,8 @@ class FreezingPlan:
         self.timetable = self.freezer.schedule(self.when, total, self.order)
 
     def at(self, by: str, now: int) -> list[str]:
-        """Freeze what is due, if moments are counted so; a `FreezeSchedule` stays as it is behind its last epoch."""
-        if by != self.by or self.timetable is None:
-            return []
-        if isinstance(self.when, FreezeSchedule):
-            now = min(now, self.when.epochs - 1)
-        return self.timetable.at(now)
+        """Freeze what is due, if moments are counted so."""
+        return self.timetable.at(now) if self.timetable is not None and by == self.by else []
 
     def end(self) -> None:
         if self.freezer is not None:
