@@ -7,7 +7,7 @@ import torch
 from ptlf.evaluation.metrics import effective_rank, forgetting_by_task, forward_transfer, spaced, spread, summary
 
 
-def test_by_hand() -> None:
+def test_by_hand_and_against_an_independent_implementation() -> None:
     for matrix, accuracy, forgetting, just_learned, all_checkpoints in (
         ([[90, None, None], [85, 80, None], [88, 70, 95]], (88 + 70 + 95) / 3, 6, 6, 4),
         ([[50, None, None], [60, 70, None], [55, 75, 80]], 70, 0, -5, 5 / 3),  # the best of split 1: after task 2
@@ -21,9 +21,6 @@ def test_by_hand() -> None:
         assert found["backward_transfer"] == (None if just_learned is None else -just_learned), matrix
     assert forward_transfer([60, 70], [50, 65]) == pytest.approx(7.5)
     assert forward_transfer([], []) is None
-
-
-def test_against_an_independent_implementation() -> None:
     rng = np.random.default_rng(0)
     for tasks in (2, 3, 7):
         full = rng.uniform(0, 100, (tasks, tasks))

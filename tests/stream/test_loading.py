@@ -52,7 +52,7 @@ def test_batches_are_those_of_indexing_in_their_order(file, size: int, start: in
         np.testing.assert_array_equal(images.numpy(), PIXELS[indices.numpy()])
 
 
-def test_every_way_of_holding_images_gives_the_same(file) -> None:
+def test_every_way_of_holding_images_gives_the_same_and_memory_needs_no_threads(file) -> None:
     mapped = np.load(file, mmap_mode="r")
     ways = {"file": mapped, "part of a file": np.load(file, mmap_mode="r")[:], "memory": PIXELS}
     ways["changed in memory"] = np.load(file, mmap_mode="c")
@@ -64,9 +64,6 @@ def test_every_way_of_holding_images_gives_the_same(file) -> None:
                 for images, indices in zip(batches, shuffled(), strict=True):
                     assert torch.equal(images, source.gather(indices))
                     np.testing.assert_array_equal(images.numpy(), PIXELS[indices.numpy()])
-
-
-def test_images_in_memory_need_no_threads() -> None:
     with ImageSource(Images(PIXELS, LABELS), CPU).batches(shuffled()) as batches:
         next(batches)
         assert not readers()

@@ -170,7 +170,7 @@ def test_repeated_blocks_are_compiled_once_for_all(light_compiler) -> None:
     assert all(block._compiled_call_impl is None for block in blocks)
 
 
-def test_compiled_blocks_keep_their_hooks_and_what_their_owner_compiled(light_compiler) -> None:
+def test_compiled_blocks_keep_their_hooks_or_name_the_way_out(light_compiler) -> None:
     torch.manual_seed(0)
     encoder, images = Blocks().double(), torch.randn(4, 3, 8, 8, dtype=torch.float64)
     FastParts(4, CPU).encode(encoder, images)  # the code of blocks without hooks is there
@@ -186,8 +186,6 @@ def test_compiled_blocks_keep_their_hooks_and_what_their_owner_compiled(light_co
     assert not parts.repeated_blocks(whole)
     torch.testing.assert_close(fast_parts.encode(whole, images), whole(images), rtol=0, atol=1e-12)
 
-
-def test_a_block_that_branches_on_its_values_names_the_way_out(light_compiler) -> None:
     class Branches(nn.Sequential):
         def forward(self, x):
             return super().forward(x) if x.sum().item() > 0 else x
