@@ -1,6 +1,5 @@
-"""The input subspace of past tasks: the columns of R, their leading directions B, and a gradient's share in them.
-
-The symbols are those of `ptlf.freezing.correlation`.
+"""The products of a unit's layer, and the past's input subspace: the columns of R, their leading directions B, and a
+gradient's share in them. The symbols are those of `ptlf.freezing.correlation`.
 """
 
 import math

@@ -1,4 +1,4 @@
-"""Batch norm, residual sum and ReLU in training, with as few passes over memory as possible.
+"""Batch norm, residual sum and ReLU in training, with as few passes over memory as possible; heads that run on them.
 
 Where processes share the batch, the statistics of a norm are those of all rows of all processes: means and variances
 are gathered in forward, the two sums of the gradient are added up in backward. Each is one small exchange.
