@@ -73,10 +73,8 @@ def spaced(indices: np.ndarray, most: int) -> np.ndarray:
 
 
 def spread(features: Tensor) -> float:
-    """Standard deviation over the images of their L2-normalised features (N, D), averaged over D, times sqrt(D).
-
-    It detects collapse. 1: directions are spread evenly; 0: all features have the same direction.
-    """
+    """Standard deviation over the images of their L2-normalised features (N, D), averaged over D, times sqrt(D): 1 if
+    directions are spread evenly, 0 if features have collapsed to one direction."""
     normalised = F.normalize(features, dim=1)
     return float(normalised.std(0, correction=0).mean() * features.shape[1] ** 0.5)
 

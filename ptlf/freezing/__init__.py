@@ -9,17 +9,5 @@ from ptlf.freezing.progressive import ProgressiveFreezing
 from ptlf.freezing.schedule import FreezeSchedule
 from ptlf.freezing.units import Unit, find_units
 
-__all__ = [
-    "POLICIES",
-    "Context",
-    "FreezeSchedule",
-    "Freezer",
-    "Policy",
-    "PolicyConfig",
-    "ProgressiveFreezing",
-    "Unit",
-    "correlation_ratios",
-    "find_units",
-    "format_bytes",
-    "replaced_forward",
-]
+__all__ = ["POLICIES", "Context", "FreezeSchedule", "Freezer", "Policy", "PolicyConfig", "ProgressiveFreezing"]
+__all__ += ["Unit", "correlation_ratios", "find_units", "format_bytes", "replaced_forward"]

@@ -1,9 +1,8 @@
 """Task-correlation ratios: the share of a new task's gradient that lies in the input subspace of past tasks.
 
-For a unit's layer, the columns of R (m x n) are the layer's inputs on the replay images: flattened patches for a
-convolution, vectors (of every token) for a linear layer. B (m x k) are the leading left singular vectors of R, G
-(C_out x m) is the new task's weight gradient, and the ratio is ||G B||_F / ||G||_F in [0, 1]. The groups of a
-convolution and the four projections of `nn.MultiheadAttention` each have their own R; their norms are added up.
+The columns of R (m x n) are the inputs of a unit's layer on the replay images: patches of a convolution, vectors of a
+linear layer. B (m x k) are the leading left singular vectors of R, G (C_out x m) is the new task's weight gradient, and
+the ratio is ||G B||_F / ||G||_F in [0, 1]. Groups and the four projections of an attention each have their own R.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -14,9 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from ptlf.freezing.products import as_matrix, parts
 from ptlf.freezing.recording import unchanged
-from ptlf.freezing.subspace import check_finite, inputs_of, passes, projection_ratio, replay_inputs
+from ptlf.freezing.subspace import as_matrix, check_finite, inputs_of, parts, passes, projection_ratio, replay_inputs
 from ptlf.freezing.units import Unit, trained_units
 
 GradientFn = Callable[[Sequence[Tensor]], Sequence[Tensor | None]]  # of weights; None if one has no part in the loss
@@ -49,13 +47,11 @@ class TaskCorrelation:
     Parameters, buffers (batch-norm statistics), `.grad`, modes, hooks and torch's global random state are restored,
     even if `loss_fn` raises. Generators that `loss_fn` owns do advance.
 
-    Memory: the replay is forwarded several times, so that the Gram matrices R R^T (m x m, float64) in memory never
-    exceed the largest one or, on a GPU, an eighth of what is free. Add the activations of one chunk, `COLUMN_BYTES` of
-    R, the eigendecomposition of one Gram matrix (about three times its size), one float64 gradient per weight, and a
-    copy of the parameters and buffers.
+    Memory: the replay is forwarded several times, so that the Gram matrices R R^T (m x m, float64) never exceed the
+    largest one or, on a GPU, an eighth of what is free. Add an eigendecomposition (about three times the largest), the
+    activations of one chunk, one float64 gradient per weight, and a copy of the parameters and buffers.
 
-    `directions` holds the number of singular vectors kept, by unit name. A unit without a gradient, or whose inputs are
-    all zero or never seen, has ratio 0: see `projection_ratio`.
+    `directions` holds the number of singular vectors kept, by unit name. A unit without gradient or input has ratio 0.
     """
 
     def __init__(
@@ -129,10 +125,8 @@ def mean_gradients(units: Sequence[Unit], gradient_fn: GradientFn, batches: int)
             if gradient is not None:
                 total += gradient
             elif not weight.is_leaf:
-                raise ValueError(
-                    f"the weight of unit {name!r} is computed anew in every forward, so it has no gradient; use "
-                    "torch.nn.utils.parametrizations instead of hooks such as weight_norm or prune"
-                )
+                hooked = f"the weight of unit {name!r} is computed by a hook, such as weight_norm's or prune's"
+                raise ValueError(f"{hooked}, and has no gradient; use torch.nn.utils.parametrizations")
     named = [(name, total) for (name, _), total in zip(owners, sums, strict=True)]
     check_finite(named, "the new task's gradient for unit {!r} is not finite")
     means = {weight: total / batches for weight, total in zip(weights, sums, strict=True)}

@@ -1,5 +1,4 @@
-"""What a training step costs: bytes that autograd saves for backward, FLOPs, gradients, optimizer state; measured, or
-estimated with other units frozen, before anything is trained."""
+"""What a training step costs, measured, or estimated with other units frozen before anything is trained."""
 
 import copy
 import re
@@ -59,8 +58,8 @@ def backward_flops(loss: Tensor, inputs: Sequence[Tensor] | None = None) -> int:
 def _convolution_backward_flops(
     gradient: Sequence[int], images: Sequence[int], weight: Sequence[int], *settings: Any, **_: Any
 ) -> int:
-    """From shapes. The gradients of input and weight each multiply every weight once per image and output position (of
-    a transposed convolution, input position). `weight` has a group's channels only, so groups need no factor."""
+    """From shapes. Each wanted gradient multiplies every weight once per image and output position (of a transposed
+    convolution, input position)."""
     transposed, wanted = settings[-4], settings[-1]  # wanted: the gradients of input, weight and bias
     batch, _channels, *positions = images if transposed else gradient
     return 2 * prod(weight) * batch * prod(positions) * sum(wanted[:2])

@@ -11,10 +11,8 @@ from torch.nn.parallel import DistributedDataParallel
 class FreezeAwareDDP(nn.Module):
     """`model` as a DistributedDataParallel, which is made anew when a parameter froze or thawed since the last forward.
 
-    A DistributedDataParallel decides once which gradients it averages. It waits for ever for one that froze, and never
-    averages one that thawed. Every process must freeze the same units between the same steps.
-
-    frozen_buffers: returns the buffers of frozen norms, which need no exchange.
+    A DistributedDataParallel decides once which gradients it averages: it would wait for ever for one that froze. Every
+    process must freeze the same units between the same steps. frozen_buffers: of frozen norms, which need no exchange.
     """
 
     def __init__(

@@ -51,10 +51,9 @@ class Freezer:
     `select` says how units are chosen. Units that share a parameter (tied weights) freeze and thaw together. A
     parameter that is also used outside of units, such as an embedding tied to the last layer, is frozen there too.
 
-    A frozen BatchNorm is folded into its layer, so hooks on the layer see the normalised output, and the norm passes it
-    on. Weights that `load_state_dict` loads into a frozen module count at once, also in compiled or captured code.
-    Those written in place (`copy_`, as an average of weights does) are noticed by eager code only, and those written
-    through `.data` not at all: then call `refresh()`.
+    A frozen BatchNorm is folded into its layer, so hooks on the layer see the normalised output. Weights that
+    `load_state_dict` loads into a frozen module count at once. Those written in place (`copy_`) are noticed by eager
+    code only, not by compiled or captured code, and those written through `.data` not at all: then call `refresh()`.
     copy.deepcopy(module) gives an independent frozen module; copy.deepcopy((module, freezer)) one that can be thawed.
 
     ratios: correlation ratios by unit name, if they were set; `budget` and `print(freezer)` use them.
@@ -165,8 +164,7 @@ class Freezer:
         returned. Nothing changes.
 
         Of all units, those without which the step fits as well are left out one by one. First go those that save the
-        least bytes or, with `ratios`, the least bytes for what is lost: 1 - ratio, the share of the new gradient that
-        the past's inputs do not span. `CostEstimate` says which bytes count. A warning says if no unit would train.
+        least bytes or, with `ratios`, the least bytes for what is lost (1 - ratio). `CostEstimate` says what counts.
         """
         most = parse_bytes(limit)
         with self._pretending():
@@ -347,10 +345,8 @@ def unwrapped_optimizers(given: Optimizer | Iterable[Optimizer] | None) -> list[
 
 
 def _start_momentum(optimizer: Optimizer, parameters: Sequence[Tensor]) -> None:
-    """Zero momentum for thawed parameters: the fused SGD of torch 2.13 fails if only some of a group have one.
-
-    With a rate on the device the training step does that itself, in the memory that it was captured with.
-    """
+    """Zero momentum for thawed parameters: the fused SGD of torch 2.13 fails if only some of a group have one. With a
+    rate on the device the training step does that itself."""
     for group in optimizer.param_groups if isinstance(optimizer, SGD) else ():
         held = [optimizer.state.get(parameter, {}).get("momentum_buffer") for parameter in group["params"]]
         if group["fused"] and not isinstance(group["lr"], Tensor) and any(buffer is not None for buffer in held):
@@ -359,8 +355,7 @@ def _start_momentum(optimizer: Optimizer, parameters: Sequence[Tensor]) -> None:
 
 
 def _touch(unit: Unit) -> None:
-    """Make compiled code check the unit's parameters again. Dynamo (torch 2.13 and before) looks at a parameter's
-    requires_grad only if the dictionary that holds the parameter has changed since."""
+    """Make compiled code check the unit's parameters again: Dynamo does if the dictionary that holds them changed."""
     norm = () if unit.norm is None else unit.norm.modules()
     for module in {*unit.extra.values(), *unit.layer.modules(), *norm}:
         for name, parameter in list(module._parameters.items()):

@@ -23,11 +23,8 @@ STANDARD_FORWARDS: set[Callable[..., Any]] = {nn.BatchNorm2d.forward, nn.SyncBat
 
 
 class _FrozenConv2d(torch.autograd.Function):
-    """conv2d that saves only the weight for backward.
-
-    `convolution_backward` with a zero-stride dummy in place of the input is slower than a transposed convolution: aten
-    takes the dummy for NCHW, and cuDNN then converts a channels-last gradient to that layout first.
-    """
+    """conv2d that saves only the weight for backward, which is a transposed convolution: faster than
+    `convolution_backward` with a dummy input, for which cuDNN would convert a channels-last gradient."""
 
     @staticmethod
     def forward(
@@ -61,9 +58,7 @@ def input_gradient(
 
 
 def frozen_conv2d(x: Tensor, weight: Tensor, bias: Tensor | None, *settings: Any) -> Tensor:
-    """conv2d on (B, C, H, W) or (C, H, W) without gradients for weight and bias; saves only the weight for backward.
-
-    settings: stride, padding, dilation (pairs of numbers) and groups."""
+    """conv2d without gradients for weight and bias. settings: stride, padding, dilation (pairs) and groups."""
     if torch.is_autocast_enabled(x.device.type) and x.dtype != torch.float64:
         dtype = torch.get_autocast_dtype(x.device.type)
         x, weight, bias = x.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
@@ -134,10 +129,7 @@ def fold(layer: PlainLayer, norm: nn.Module) -> tuple[Tensor, Tensor]:
 
 
 class ForwardPatch:
-    """A callable that replaces `forward` in the `__dict__` of `module`.
-
-    An object, not a closure: copy.deepcopy and pickle copy it with its module.
-    """
+    """A callable that replaces `forward` in the `__dict__` of `module`. As an object it is copied with its module."""
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
@@ -156,9 +148,8 @@ class ForwardPatch:
 class FrozenLayer(ForwardPatch):
     """Forward of a frozen convolution or linear layer; `norm`, if given, is folded in.
 
-    The folded tensors are neither parameters nor buffers. They are folded again when a state_dict is loaded, and by
-    eager code if a source tensor has changed; compiled or captured code cannot check that, so call `refresh`. After a
-    thaw the tensors keep their memory, because a captured graph may still read it.
+    The folded tensors are neither parameters nor buffers. They are made again when a state_dict is loaded and, by eager
+    code, if a source tensor has changed. After a thaw they keep their memory: a captured graph may still read it.
     """
 
     module: PlainLayer
@@ -189,7 +180,7 @@ class FrozenLayer(ForwardPatch):
 
     @torch.inference_mode(False)
     @torch.no_grad()
-    def refresh(self) -> None:
+    def refresh(self, *loaded: Any) -> None:
         """Fold again, into the same memory if shape and layout match: a captured graph reads from there."""
         if self.norm is None:
             return
@@ -204,16 +195,13 @@ class FrozenLayer(ForwardPatch):
     def attach(self) -> None:
         super().attach()
         # On both: whichever is loaded last folds what the other one has loaded.
-        self.handles = [source.register_load_state_dict_post_hook(self._loaded) for source in self.sources]
+        self.handles = [source.register_load_state_dict_post_hook(self.refresh) for source in self.sources]
         self.refresh()
 
     def detach(self) -> None:
         for handle in self.handles:
             handle.remove()
         super().detach()
-
-    def _loaded(self, module: nn.Module, keys: Any) -> None:
-        self.refresh()
 
     def tensors(self) -> list[Tensor]:
         return [tensor for tensor in (self.weight, self.bias) if tensor is not None]
@@ -225,8 +213,7 @@ class FrozenLayer(ForwardPatch):
 
 
 def replaced_forward(module: nn.Module) -> Callable[..., Any] | None:
-    """What is called in place of this module's own forward: a `ForwardPatch` while it is frozen (or feeds a frozen
-    unit), or whatever somebody else has put there. None: its own forward runs."""
+    """What is called in place of this module's own forward, such as a `ForwardPatch` while it is frozen; or None."""
     return module.__dict__.get("forward")
 
 

@@ -56,10 +56,8 @@ class Policy(Generic[C]):
         return ratios(candidates)
 
     def choose(self, count: int, candidates: Names, frozen: Names, context: Context) -> Names:
-        """The next `count` units to freeze, or all candidates if there are fewer, in the order they freeze.
-
-        `candidates` are the units not frozen yet, in data order; `frozen` are those that are.
-        """
+        """The next `count` units to freeze, or all candidates if there are fewer, in the order they freeze. candidates:
+        not frozen yet, in data order."""
         raise NotImplementedError
 
 
@@ -109,19 +107,17 @@ class CostAwareConfig(PolicyConfig):
 class CostAware(Policy[CostAwareConfig]):
     """Highest ratio ** sharpness * saving first, one unit after the other.
 
-    The saving of a unit is what `BackwardSavings` gains by it, given what is frozen already: a unit that lengthens the
-    frozen prefix also ends the input gradients behind it. The first units may save little alone and much together, so
-    they are also looked at together, as many as there is room for: the first of them freezes if they save more, per
-    unit, than any unit alone. Ratios lie close together (0.8 to 1 in a trained ResNet-18) while savings differ by a
-    factor of ten, hence the power: 0 looks at savings alone, and a large one at ratios alone.
+    The saving of a unit is what `BackwardSavings` gains by it, given what is frozen already. The first units may save
+    little alone and much together, so they are also looked at together, as many as there is room for: the first of them
+    freezes if they save more, per unit, than any unit alone. Ratios lie close together (0.8 to 1 in a trained
+    ResNet-18) while savings differ by a factor of ten, hence the power.
     """
 
     Config = CostAwareConfig
     needs_ratios = needs_savings = True
 
     def ratios_needed(self, candidates: Names, frozen: Names, context: Context, ratios: RatiosOf) -> dict[str, float]:
-        """No ratio is above 1: a unit that is not among the next even so need not be looked at. Those left out are
-        mostly the last and widest ones, whose ratios take the longest and which save the least."""
+        """No ratio is above 1: a unit that is not among the next even so, mostly a late and wide one, is left out."""
         known: dict[str, float] = {}
         seen = replace(context, ratios=known)
         while missing := [n for n in self.choose(context.remaining, candidates, frozen, seen) if n not in known]:

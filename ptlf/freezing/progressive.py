@@ -44,8 +44,8 @@ class ProgressiveFreezing:
         self.log: list[dict[str, Any]] = []
 
     def begin_task(self, index: int, past: bool | None = None) -> None:
-        """Everything thaws; with `thaw="needed"` some of it freezes again in the task's first epoch, before a step. In
-        a task without a past nothing freezes; by default that is the first one (index 0)."""
+        """Everything thaws, if only until the first epoch. In a task without a past, by default that with index 0,
+        nothing freezes."""
         self.keep_frozen = list(self.freezer.frozen) if self.thaw == "needed" else []
         self.freezer.thaw()
         self.context.ratios = None

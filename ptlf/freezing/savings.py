@@ -6,8 +6,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from ptlf.freezing.products import TRANSPOSED, Part, Projection, parts, watched
 from ptlf.freezing.recording import Convolution, storage, unchanged
+from ptlf.freezing.subspace import TRANSPOSED, Part, Projection, parts, watched
 from ptlf.freezing.units import Unit
 
 
@@ -23,10 +23,8 @@ class Saving:
 class BackwardSavings:
     """Share of the backward that freezing saves, in [0, 1]: the mean of its share of the cost and of the bytes.
 
-    Units in data order. A trainable unit pays for its weight gradient and keeps its bytes. Every unit behind the first
-    trainable one pays for its input gradient; that one itself and all before it do not, as nothing needs it.
-    Data order stands in for the graph: two branches of a residual block count as if one followed the other, and an
-    input that two units share counts for each.
+    Units in data order, which stands in for the graph. A trainable unit pays for its weight gradient and keeps its
+    bytes. Every unit behind the first trainable one pays for its input gradient, which nothing before it needs.
     """
 
     def __init__(self, savings: Sequence[Saving]) -> None:
@@ -62,8 +60,7 @@ def measure_savings(module: nn.Module, units: Sequence[Unit], example: Tensor) -
 
 
 def product_flops(part: Part, given: Tensor, output: Tensor) -> int:
-    """Of the gradient of the weight, and as many of that of the input: both multiply every weight once per image and
-    position (of the output; of a transposed convolution, of the input)."""
+    """Of the gradient of the weight, and as many of that of the input: each weight once per image and position."""
     if isinstance(part, Convolution) and not isinstance(part, TRANSPOSED):
         return 2 * part.weight.numel() * (output.numel() // part.out_channels)
     if isinstance(part, TRANSPOSED):

@@ -101,7 +101,7 @@ class Timetable:
         if now != int(now):
             hint = "give `total`, the number of epochs or steps; total=1 takes fractions"
             raise ValueError(f"{now} is not an epoch of this freeze schedule, which has {epochs}; {hint}")
-        return int(now)
+        return min(int(now), epochs - 1)
 
     def at(self, now: float) -> list[str]:
         """Freeze exactly these units; the names of those that were not frozen before."""

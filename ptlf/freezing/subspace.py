@@ -1,22 +1,103 @@
-"""The input subspace of past tasks: the columns of R, their leading directions B, and a gradient's share in them.
-
-The symbols are those of `ptlf.freezing.correlation`.
+"""The products of a unit's layer, and the past's input subspace: the columns of R, their leading directions B, and a
+gradient's share in them. The symbols are those of `ptlf.freezing.correlation`.
 """
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ptlf.freezing.kernels import pad
-from ptlf.freezing.products import TRANSPOSED, Part, fan_in, groups, parts, watched
-from ptlf.freezing.recording import Convolution
+from ptlf.freezing.recording import Convolution, Layer
 from ptlf.freezing.units import Unit
 
 COLUMN_BYTES = 64 * 2**20  # of R in memory at once, unless a single image needs more
+TRANSPOSED = nn.ConvTranspose1d | nn.ConvTranspose2d | nn.ConvTranspose3d
+
+
+@dataclass(frozen=True, eq=False)
+class Projection:
+    """Rows of a weight with an input of their own: one of the products of an attention."""
+
+    weight: Tensor
+    first: int
+    rows: int
+
+
+Part = Convolution | nn.Linear | Projection
+
+
+def parts(layer: Layer) -> list[Part]:
+    """The products of a layer: one, or those of query, key, value and output of an attention."""
+    if not isinstance(layer, nn.MultiheadAttention):
+        return [layer]
+    width, inner = layer.embed_dim, layer.in_proj_weight
+    separate = (layer.q_proj_weight, layer.k_proj_weight, layer.v_proj_weight)
+    pairs = [(weight, 0) for weight in separate] if inner is None else [(inner, i * width) for i in range(3)]
+    return [Projection(weight, first, width) for weight, first in [*pairs, (layer.out_proj.weight, 0)]]
+
+
+def groups(part: Part) -> int:
+    return part.groups if isinstance(part, Convolution) else 1
+
+
+def fan_in(part: Part) -> int:
+    """m, the length of a column of R."""
+    return part.in_channels // part.groups if isinstance(part, TRANSPOSED) else part.weight.shape[1:].numel()
+
+
+def as_matrix(part: Part, gradient: Tensor) -> Tensor:
+    """The weight's gradient as (groups, C_out / groups, m)."""
+    if isinstance(part, TRANSPOSED):
+        return gradient.reshape(groups(part), fan_in(part), -1).mT
+    if isinstance(part, Projection):
+        gradient = gradient[part.first : part.first + part.rows]
+    return gradient.reshape(groups(part), -1, fan_in(part))
+
+
+@contextmanager
+def watched(
+    module: nn.Module, units: Sequence[Unit], see: Callable[[Unit, list[Tensor], Tensor], object]
+) -> Iterator[None]:
+    """Puts the module in eval mode. Inside, `see(unit, inputs, output)` is called after every call of a unit's layer,
+    with the input of each of its products."""
+    attention = [unit.layer for unit in units if isinstance(unit.layer, nn.MultiheadAttention)]
+    projected: dict[Tensor, Tensor] = {}  # by weight, the latest input of each attention's output projection
+    linear = F.linear
+
+    def watched_linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        """No hook sees an output projection: it is not called as a module."""
+        if any(weight is layer.out_proj.weight for layer in attention):
+            projected[weight] = input
+        return linear(input, weight, bias)
+
+    def hook(unit: Unit, layer: Layer, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        if isinstance(layer, nn.MultiheadAttention):
+            names = ("query", "key", "value")
+            given = [args[i] if i < len(args) else kwargs[name] for i, name in enumerate(names)]
+            see(unit, [*given, projected.pop(layer.out_proj.weight)], output[0])
+        else:
+            see(unit, [args[0] if args else kwargs["input"]], output)
+
+    with ExitStack() as stack:
+        for part in module.modules():
+            part.training = False
+        for unit in units:
+            stack.callback(unit.layer.register_forward_hook(partial(hook, unit), with_kwargs=True).remove)
+        # A compiled module may have been traced without the hooks.
+        stack.enter_context(torch.compiler.set_stance("force_eager"))
+        if attention:
+            stack.callback(torch.backends.mha.set_fastpath_enabled, torch.backends.mha.get_fastpath_enabled())
+            torch.backends.mha.set_fastpath_enabled(False)  # it runs in one kernel, without the hooks' layers
+            stack.enter_context(patch.object(F, "linear", watched_linear))
+        yield
 
 
 class NotFinite(ValueError):
@@ -82,19 +163,16 @@ def replay_inputs(
 def inputs_of(replay: Iterable[Tensor]) -> Iterator[Tensor]:
     for inputs in replay:
         if not isinstance(inputs, Tensor):
-            raise TypeError(
-                f"the replay must hold tensors of inputs, and holds a {type(inputs).__name__}; if a loader yields "
-                "labels too, pass only the inputs: [x for x, _ in loader]"
-            )
+            kind = type(inputs).__name__
+            raise TypeError(f"the replay must hold tensors of inputs, not a {kind}; pass [x for x, _ in loader]")
         yield inputs
 
 
 def check_finite(tensors: Sequence[tuple[str, Tensor]], message: str) -> None:
     """Raise for the first tensor with a NaN or infinity. Waits for the device once."""
     finite = torch.stack([tensor.isfinite().all() for _, tensor in tensors]).tolist() if tensors else []
-    for (name, _), fine in zip(tensors, finite, strict=True):
-        if not fine:
-            raise NotFinite(message.format(name))
+    if not all(finite):
+        raise NotFinite(message.format(tensors[finite.index(False)][0]))
 
 
 def empty_gram(part: Part) -> Tensor:
@@ -151,11 +229,7 @@ def leading_eigenvectors(gram: Tensor, threshold: float) -> Tensor:
 
 def projection_ratio(gradients: Sequence[Tensor], bases: Sequence[Tensor]) -> Tensor:
     """||G B||_F / ||G||_F for G (..., C_out, m) and B (..., m, k), over all groups and products together; a tensor on
-    the device.
-
-    A zero gradient gives 0, not 1: it mostly belongs to a unit that the loss does not reach, and freezing that unit
-    would save nothing.
-    """
+    the device. A zero gradient gives 0, not 1: to freeze a unit that the loss does not reach would save nothing."""
     gradients = [gradient.to(basis.dtype) for gradient, basis in zip(gradients, bases, strict=True)]
     norm = torch.cat([gradient.flatten() for gradient in gradients]).norm()
     kept = torch.cat([(gradient @ basis).flatten() for gradient, basis in zip(gradients, bases, strict=True)]).norm()
@@ -163,8 +237,7 @@ def projection_ratio(gradients: Sequence[Tensor], bases: Sequence[Tensor]) -> Te
 
 
 def passes(units: Sequence[Unit]) -> Iterator[list[Unit]]:
-    """Groups of consecutive units whose Gram matrices together take no more than the largest single one or, on a GPU,
-    an eighth of its free memory."""
+    """Consecutive units whose Gram matrices take no more than the largest, or an eighth of the free GPU memory."""
     room = max(map(gram_bytes, units), default=0)
     if units and (device := units[0].weights[0].device).type == "cuda":
         room = max(room, torch.cuda.mem_get_info(device)[0] // 8)

@@ -23,20 +23,14 @@ IMAGE_SIZES = (32, 64, 96, 128, 224)
 
 @dataclass(eq=False)
 class Unit:
-    """A layer, its norm and what else freezes with it. `name` is the layer's module path.
+    """A layer, its norm and what else freezes with it, such as a norm before it, a layer scale or a class token."""
 
-    norm: the norm that directly consumes the layer's output.
-    extra: further parameters by their full name, each with the module that holds it: of a norm that feeds the layer, a
-        layer scale, a class token, a position embedding.
-    others: further norms, whose running statistics freeze too.
-    """
-
-    name: str
+    name: str  # path of the layer
     layer: Layer
-    norm: nn.Module | None = None
+    norm: nn.Module | None = None  # that directly consumes the layer's output
     norm_name: str | None = None
-    extra: dict[str, nn.Module] = field(default_factory=dict)
-    others: list[nn.Module] = field(default_factory=list)
+    extra: dict[str, nn.Module] = field(default_factory=dict)  # the modules of further parameters, by their full name
+    others: list[nn.Module] = field(default_factory=list)  # further norms, whose running statistics freeze too
 
     @property
     def weights(self) -> list[Tensor]:
@@ -61,17 +55,14 @@ class Unit:
 class Trace:
     """The result of tracing a forward.
 
-    units: in order of first execution.
     foldable: names of the units whose layer's output is used only by its norm, and whose norm has no other input. In
         train mode too, where for example a dropout between them is active.
     relus: those whose output no operation outside the units saves for backward; with the names of the units that do.
-    outside: the parameters in no unit, by name, each with the reason.
     """
 
-    units: list[Unit]
+    units: list[Unit]  # in order of first execution
     foldable: set[str] = field(default_factory=set)
     relus: dict[nn.ReLU, set[str]] = field(default_factory=dict)
-    outside: dict[str, str] = field(default_factory=dict)
 
 
 def trained_units(module: nn.Module, example: Any = None) -> list[Unit]:
@@ -131,18 +122,13 @@ def _analyse(module: nn.Module, record: ForwardRecord, output: Any) -> Trace:
         keepers = set().union(*(record.keepers.get(storage, set()) for storage in storages))
         if all(keeper in record.layers and isinstance(keeper, SPARING) for keeper in keepers):
             seen.relus[relu] = {names[keeper] for keeper in keepers}
-    # The parameters and norms that belong to none of the layers, and the parameters left over.
+    # The parameters and norms that belong to none of the layers.
     owned = {parameter for unit in units for parameter in unit.parameters()}
     for path, part in module.named_modules():
         for key, parameter in part.named_parameters(path, recurse=False):
-            if parameter in owned:
-                continue
-            if (owner := graph.owner_of_parameter(parameter, path)) is not None:
+            owner = None if parameter in owned else graph.owner_of_parameter(parameter, path)
+            if owner is not None:
                 units[owner].extra[key] = part
-            elif parameter not in graph.leaves:
-                seen.outside[key] = "no output of the forward depends on it"
-            else:
-                seen.outside[key] = "the forward has no convolution, linear layer or attention to freeze it with"
         if part in record.norms and part not in norm_of.values():
             node = record.norms[part][0][1]
             owner = None if node is None or node not in graph.consumers else graph.owner_of_result(node, path)
@@ -169,11 +155,9 @@ class Ownership:
     """The autograd graph of a forward, to find the unit that a parameter of no layer belongs to.
 
     The parameter is followed to the first operation that joins it with data. If the result goes to layers only, and the
-    next layer is nearer in the module tree than the last one before, it belongs to the next layer; also if they are
-    equally near and the data go past the operation too, as a residual stream does. So a norm belongs to the layer that
-    it feeds. Otherwise the parameter belongs to the last layer that the result depends on: layer scale, position
-    embedding, relative position bias, a norm after a residual sum. A parameter used in several places goes to the first
-    of the units found, so that nothing trains before a frozen prefix.
+    next layer is nearer in the module tree than the last one before (or as near, and the data go past the operation
+    too), it belongs to the next layer, as a norm before it does. Otherwise it belongs to the last layer that the result
+    depends on, as layer scale does. Of several units the first counts: nothing trains before a frozen prefix.
     """
 
     def __init__(self, record: ForwardRecord, units: Sequence[Unit], output: Any) -> None:

@@ -13,9 +13,8 @@ from ptlf.integrations.plan import FreezingPlan
 class FreezingCallback(TrainerCallback, ExportableState):
     """`Trainer(..., callbacks=[FreezingCallback({0.25: "vit.embeddings", 0.5: 12}, by="step")])`.
 
-    The arguments are those of `FreezingPlan`. Ratios come from the replay and from the loss that the model computes of
-    a batch of the train dataloader. The state is in `trainer_state.json`, and found there when training resumes. All
-    units thaw when training has ended.
+    The arguments are those of `FreezingPlan`. Ratios come from the replay and from the model's loss on batches of the
+    train dataloader. The state is in `trainer_state.json`, for a resume. All units thaw when training has ended.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -36,12 +35,10 @@ class FreezingCallback(TrainerCallback, ExportableState):
         self.plan.begin(model, [others["optimizer"]], int(total) or None, loss_fn, lambda: others["train_dataloader"])
 
     def on_epoch_begin(self, args: TrainingArguments, state: TrainerState, *control: Any, **others: Any) -> None:
-        if self.plan.by == "epoch":
-            self.plan.at(int(state.epoch or 0))
+        self.plan.at("epoch", int(state.epoch or 0))
 
     def on_step_begin(self, args: TrainingArguments, state: TrainerState, *control: Any, **others: Any) -> None:
-        if self.plan.by == "step":
-            self.plan.at(state.global_step)
+        self.plan.at("step", state.global_step)
 
     def on_train_end(self, *call: Any, **others: Any) -> None:
         self.plan.end()

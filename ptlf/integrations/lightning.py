@@ -16,8 +16,7 @@ class FreezingCallback(Callback):
     """`Trainer(callbacks=[FreezingCallback(FreezeSchedule(0, 0.5, epochs), part="encoder")])`.
 
     The arguments are those of `FreezingPlan`. Ratios come from the replay and from the module's own `training_step` on
-    batches of the train dataloader, whose logging is left out. The callback's state is in Lightning's checkpoints:
-    `fit(ckpt_path=...)` resumes bit-exactly, with the same units frozen. All units thaw when `fit` has ended.
+    batches of the train dataloader. `fit(ckpt_path=...)` resumes bit-exactly. All units thaw when `fit` has ended.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -45,12 +44,10 @@ class FreezingCallback(Callback):
         self.plan.begin(pl_module, optimizers, total, loss_fn, lambda: trainer.train_dataloader, broadcast)
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if self.plan.by == "epoch":
-            self.plan.at(trainer.current_epoch)
+        self.plan.at("epoch", trainer.current_epoch)
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, *batch: Any) -> None:
-        if self.plan.by == "step":
-            self.plan.at(trainer.global_step)
+        self.plan.at("step", trainer.global_step)
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         if stage == "fit":

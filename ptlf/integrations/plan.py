@@ -78,12 +78,9 @@ class FreezingPlan:
         total = None if isinstance(self.when, FreezeSchedule) else total  # it has epochs of its own
         self.timetable = self.freezer.schedule(self.when, total, self.order)
 
-    def at(self, now: int) -> list[str]:
-        """Freeze what is due; a `FreezeSchedule` stays as it is behind its last epoch."""
-        assert self.timetable is not None
-        if isinstance(self.when, FreezeSchedule):
-            now = min(now, self.when.epochs - 1)
-        return self.timetable.at(now)
+    def at(self, by: str, now: int) -> list[str]:
+        """Freeze what is due, if moments are counted so."""
+        return self.timetable.at(now) if self.timetable is not None and by == self.by else []
 
     def end(self) -> None:
         if self.freezer is not None:

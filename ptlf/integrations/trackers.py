@@ -69,8 +69,7 @@ class TensorBoard(Tracker):
 
 
 class WandB(Tracker):
-    """Weights & Biases, in RUN/wandb: online after `wandb login`, else offline; WANDB_MODE, WANDB_PROJECT and the like
-    hold."""
+    """Weights & Biases, in RUN/wandb: online after `wandb login`, else offline. WANDB_MODE and the like hold."""
 
     def __init__(self) -> None:
         self.package = import_optional("wandb", "--log", "trackers")

@@ -1,7 +1,4 @@
-"""Faster code for the parts of a training step, mostly for GPUs. Numerics are those of the plain code but for rounding.
-
-`FastParts` runs encoder, heads, losses and views; the others tell when a step must be captured again.
-"""
+"""Faster code for the parts of a training step. Numerics are those of the plain code but for rounding."""
 
 from ptlf.kernels.parts import FastParts, module_variant
 from ptlf.kernels.resnet import can_fuse, folded_tensors

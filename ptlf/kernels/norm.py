@@ -1,9 +1,11 @@
-"""Batch norm, residual sum and ReLU in training, with as few passes over memory as possible.
+"""Batch norm, residual sum and ReLU in training, with as few passes over memory as possible; heads that run on them.
 
 Where processes share the batch, the statistics of a norm are those of all rows of all processes: means and variances
 are gathered in forward, the two sums of the gradient are added up in backward. Each is one small exchange.
 """
 
+from collections.abc import Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -12,9 +14,11 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from ptlf.core import processes
-from ptlf.encoders.norm import is_synchronised
+from ptlf.encoders.norm import SharedBatchNorm1d, is_synchronised, is_usual
+from ptlf.freezing import replaced_forward
 from ptlf.freezing.kernels import input_gradient
 from ptlf.kernels import triton_norm as kernels
+from ptlf.objectives import MLP
 
 Pair = tuple[int, int]
 
@@ -43,21 +47,18 @@ SIZES = {
 }
 
 
+# On the host in every step, where Triton's own are slow.
 def ceil_div(size: int, block: int) -> int:
-    """size / block, rounded up. Called on the host in every step, where triton.cdiv is slow."""
     return -(-size // block)
 
 
 def next_power_of_2(size: int) -> int:
-    """The smallest power of 2 that is >= size; faster than Triton's."""
     return 1 << (size - 1).bit_length()
 
 
 class Tiles:
-    """The tiling of a channels-last tensor for a kernel of `SIZES`.
-
-    grid: one program per tile. sum_grid: `parts` programs per view and block of channels, which share its tiles.
-    """
+    """The tiling of a channels-last tensor for a kernel of `SIZES`. grid: one program per tile. sum_grid: `parts`
+    programs per view and block of channels, which share its tiles."""
 
     def __init__(self, x: Tensor, views: int, kernel: str) -> None:
         self.channels, self.views = x.shape[1], views
@@ -89,8 +90,7 @@ class Tiles:
         return sums
 
 
-def to_channels_last(x: Tensor) -> Tensor:
-    return x.contiguous(memory_format=torch.channels_last)
+to_channels_last = partial(Tensor.contiguous, memory_format=torch.channels_last)
 
 
 def pack_signs(x: Tensor) -> Tensor:
@@ -134,8 +134,7 @@ def cast_all(weights: list[Tensor], dtype: torch.dtype) -> tuple[Tensor, ...]:
 
 
 def batch_statistics(x: Tensor, norm: nn.modules.batchnorm._BatchNorm, views: int) -> tuple[Tensor, Tensor, bool]:
-    """Mean and 1 / sqrt(var + eps) of every view, (views, C) each, and whether they are those of all processes. The
-    running statistics are updated."""
+    """(views, C) of mean and 1 / sqrt(var + eps), and whether of all processes. Updates the running statistics."""
     tiles = Tiles(x, views, "sums")
     mean, inv_std = torch.empty(2, views, tiles.channels, device=x.device)
     partial = tiles.partial_sums(x)
@@ -273,10 +272,50 @@ class FrozenConvReLU(torch.autograd.Function):
 
 
 def patches(images: Tensor, dtype: torch.dtype) -> Tensor:
-    """(N, 3, H, W) of any layout -> (N * H * W, 32): im2col for the CIFAR stem's 3 x 3 convolution of three channels as
-    a matrix product; cuDNN's convolution takes more than twice the time."""
+    """(N, 3, H, W) -> (N * H * W, 32): im2col for the CIFAR stem, more than twice as fast as cuDNN's convolution."""
     n, _, height, width = images.shape
     size = n * height * width
     out = torch.empty(size, 32, dtype=dtype, device=images.device)
     kernels._patches[(ceil_div(size, 128),)](images, out, size, height, width, *images.stride(), BLOCK=128)
     return out
+
+
+def fuse_heads(module: nn.Module) -> None:
+    """Replace every MLP below the module by one that runs on the kernels, with the same layers."""
+    for parent in list(module.modules()):
+        for name, child in list(parent.named_children()):
+            if type(child) is MLP:
+                setattr(parent, name, FusedMLP(*child))
+
+
+class FusedMLP(MLP):
+    def each_view(self, views: Sequence[Tensor]) -> list[Tensor]:
+        """All views in one pass."""
+        layers = list(self)
+        known = is_as_built(self) and all(is_known(layer) for layer in layers)
+        if not known or len({len(view) for view in views}) > 1:
+            return [self(view) for view in views]
+        x = torch.cat(list(views))
+        while layers:
+            layer = layers.pop(0)
+            if isinstance(layer, nn.BatchNorm1d) and layer.training:
+                relu = bool(layers) and isinstance(layers[0], nn.ReLU)
+                layers = layers[relu:]
+                x = norm_relu(x[:, :, None, None], layer, relu=relu, views=len(views))[0].flatten(1)
+            else:
+                x = layer(x)
+        return list(x.chunk(len(views)))
+
+
+def is_known(layer: nn.Module) -> bool:
+    """Whether the layer takes rows one by one, or is a norm that the kernels know."""
+    if isinstance(layer, nn.BatchNorm1d):
+        plain = type(layer) in (nn.BatchNorm1d, SharedBatchNorm1d) and is_as_built(layer)
+        return plain and (is_usual(layer) or not layer.training)
+    return type(layer) in (nn.Linear, nn.ReLU, nn.Identity) and is_as_built(layer)
+
+
+def is_as_built(module: nn.Module) -> bool:
+    """Whether its forward is its class's own, and no hooks are registered."""
+    hooks = (module._forward_pre_hooks, module._forward_hooks, module._backward_pre_hooks, module._backward_hooks)
+    return replaced_forward(module) is None and not any(hooks)

@@ -1,10 +1,8 @@
 """The parts of a training step in faster code: heads, augmentation, and the encoder.
 
-On a GPU heads run in `heads` and our residual networks in `resnet`, where a freeze leaves nothing to compile. Losses
-run as they are: to compile them takes as long as it saves in a whole run.
-Views are compiled, and of other encoders the repeated blocks: all blocks of a kind share their code, with a variant for
-each way their units freeze. An encoder without such blocks is compiled as a whole, once for every set of frozen units.
-Compiled code is reused for the rest of the process, and by the compiler's own cache on disk.
+On a GPU heads run in `norm` and our residual networks in `resnet`, where a freeze leaves nothing to compile. Views are
+compiled, and of other encoders the repeated blocks, which share their code, with a variant for each way their units
+freeze. An encoder without such blocks is compiled as a whole, once for every set of frozen units.
 """
 
 import functools
@@ -36,8 +34,8 @@ DYNAMO = {
 
 
 class FastParts(Accelerator):
-    """Triton kernels where they fit, for any number of rows, and compiled code for the rest, for full batches: a
-    multiple of `batch` rows. An epoch's last, smaller batch runs as it is: every size would be compiled again."""
+    """Triton kernels where they fit, for any number of rows, and compiled code for full batches, multiples of `batch`:
+    for an epoch's last, smaller one it would be compiled again."""
 
     takes_views_in_one_pass = staticmethod(norm.takes_views_in_one_pass)
 
@@ -47,7 +45,7 @@ class FastParts(Accelerator):
 
     def prepare(self, module: nn.Module) -> None:
         if self.has_kernels:
-            from ptlf.kernels.heads import fuse_heads  # needs Triton
+            from ptlf.kernels.norm import fuse_heads  # needs Triton
 
             fuse_heads(module)
 
@@ -89,8 +87,7 @@ def call_module(module: nn.Module, variant: str, *arguments: Any, **named: Any) 
 
 
 def module_variant(module: nn.Module) -> str:
-    """Which forwards below this module are replaced, and which parameters train. As an argument of the compiled
-    function it separates what the compiler's own guards may not notice."""
+    """Which forwards below this module are replaced, and which parameters train: compiled code is for one of these."""
     names = []
     for child in module.modules():
         replaced = "-" if (forward := replaced_forward(child)) is None else type(forward).__name__

@@ -1,7 +1,4 @@
-"""Training forward of our ResNets with the kernels of `norm`.
-
-Compared with torch.compile it makes fewer passes over memory, and compiles nothing when a unit freezes or thaws.
-"""
+"""Training forward of our ResNets with the kernels of `norm`. It compiles nothing when a unit freezes or thaws."""
 
 from collections.abc import Sequence
 
@@ -11,15 +8,7 @@ from torch import Tensor, nn
 
 from ptlf.encoders.norm import ViewBatchNorm2d, is_usual
 from ptlf.encoders.resnet import BasicBlock, Bottleneck, ResNet, Stem
-from ptlf.freezing.kernels import (
-    EvalMode,
-    ForwardPatch,
-    FrozenLayer,
-    MaskedReLU,
-    fold,
-    frozen_conv2d,
-    replaced_forward,
-)
+from ptlf.freezing.kernels import EvalMode, ForwardPatch, FrozenLayer, MaskedReLU, fold, frozen_conv2d, replaced_forward
 from ptlf.methods.pnn import Columns
 
 Pair = tuple[int, int]
@@ -30,8 +19,7 @@ Layers = tuple[nn.Conv2d, ViewBatchNorm2d]
 
 
 def can_fuse(encoder: nn.Module) -> bool:
-    """Whether the encoder is one of our ResNets, in train mode and with float32 weights, or PNN's columns of such, of
-    which the last one is in train mode. Any units may be frozen."""
+    """Whether it is our ResNet, in train mode, in float32, or PNN's columns of such, of which the last one trains."""
     *older, last = used_columns(encoder) if type(encoder) is Columns else [encoder]
     return is_plain(last, training=True) and all(is_plain(column, training=False) for column in older)
 
@@ -46,11 +34,9 @@ def is_plain(network: nn.Module, *, training: bool) -> bool:
 
 
 def is_standard(layer: nn.Conv2d, norm: nn.Module, training: bool) -> bool:
-    if not isinstance(norm, ViewBatchNorm2d) or norm.training is not training:
+    if not isinstance(norm, ViewBatchNorm2d) or norm.training is not training or layer.bias is not None:
         return False
-    if layer.bias is not None or layer.weight.dtype is not torch.float32:
-        return False
-    if (layer.dilation, layer.groups, layer.padding_mode) != ((1, 1), 1, "zeros"):
+    if (layer.weight.dtype, layer.dilation, layer.groups, layer.padding_mode) != (torch.float32, (1, 1), 1, "zeros"):
         return False
     patches = [replaced_forward(layer), replaced_forward(norm)]
     return is_usual(norm) and all(patch is None or isinstance(patch, ForwardPatch) for patch in patches)
@@ -102,11 +88,8 @@ def fused_forward(encoder: nn.Module, images: Tensor) -> Tensor:
 
 
 class Forward:
-    """One forward pass of a ResNet, with the weights cast to `dtype`.
-
-    The norm of a frozen unit, and every norm of a network in eval mode, is folded into its convolution: `weights` has
-    the folded weight, and `biases` the bias.
-    """
+    """One forward pass of a ResNet, with the weights cast to `dtype`. The norm of a frozen unit, and every norm of a
+    network in eval mode, is folded: `weights` has the folded weight, and `biases` the bias."""
 
     def __init__(self, encoder: ResNet, dtype: torch.dtype) -> None:
         from ptlf.kernels import norm  # needs Triton
@@ -134,8 +117,7 @@ class Forward:
     def stages(
         self, images: Tensor, laterals: Sequence[nn.Module] = (), older: Sequence[list[Tensor]] = ()
     ) -> list[Tensor]:
-        """Feature maps after each stage. With `older` columns, from the second stage on a lateral connection adds what
-        their stage before gave."""
+        """Feature maps after each stage; from the second on, lateral connections add what older columns gave."""
         maps: list[Tensor] = []
         x = self.stem(self.encoder.stem, images)
         for number, stage in enumerate(self.encoder.stages.children()):

@@ -49,8 +49,7 @@ def _affine(mean, inv_std, weight, bias, cv, c, channels):
 
 @triton.jit
 def _sums(x, partial, rows, channels, parts, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr):
-    """Partial sums of x - pivot and its square. The pivot, one value of the channel, lies near the mean; without it the
-    variance would lose digits."""
+    """Partial sums of x - pivot and its square. The pivot, one value, is near the mean: no digits are lost."""
     blocks = tl.cdiv(rows, BLOCK_R)
     first = tl.zeros((BLOCK_R, BLOCK_C), tl.float32)
     second = tl.zeros((BLOCK_R, BLOCK_C), tl.float32)
@@ -165,10 +164,8 @@ def _gradient_sums(
     grad, other, source, x, mean, inv_std, weight, bias, total, partial, rows, channels, parts,
     MASK: tl.constexpr, OTHER: tl.constexpr, TOTAL: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
-    """Partial sums of the masked gradient, and of its product with x - mean.
-
-    The gradient may come as two terms (OTHER). With TOTAL their masked sum is stored, to be reused.
-    """
+    """Partial sums of the masked gradient, which may come as two terms (OTHER), and of its product with x - mean. With
+    TOTAL the masked sum is stored, to be reused."""
     blocks = tl.cdiv(rows, BLOCK_R)
     first = tl.zeros((BLOCK_R, BLOCK_C), tl.float32)
     second = tl.zeros((BLOCK_R, BLOCK_C), tl.float32)

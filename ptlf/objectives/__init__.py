@@ -22,19 +22,5 @@ MEMBERS = {
 }
 OBJECTIVES: Registry[type[Objective[Any]]] = Registry("objective", "ptlf.objectives", Objective, MEMBERS)
 
-__all__ = [
-    "MLP",
-    "OBJECTIVES",
-    "MomentumTeacher",
-    "Objective",
-    "ObjectiveConfig",
-    "barlow_twins_loss",
-    "byol_loss",
-    "each_view",
-    "mlp",
-    "moco_loss",
-    "negative_cosine",
-    "simclr_loss",
-    "simsiam_loss",
-    "vicreg_loss",
-]
+__all__ = ["MLP", "OBJECTIVES", "MomentumTeacher", "Objective", "ObjectiveConfig", "barlow_twins_loss", "byol_loss"]
+__all__ += ["each_view", "mlp", "moco_loss", "negative_cosine", "simclr_loss", "simsiam_loss", "vicreg_loss"]

@@ -12,7 +12,7 @@ from ptlf.core.batch import Batch
 from ptlf.core.memory import check_fits
 from ptlf.core.processes import all_gather_rows
 from ptlf.core.settings import Presets, key
-from ptlf.objectives.objective import MomentumTeacher, Objective, ObjectiveConfig, mlp
+from ptlf.objectives.objective import CASSLE_MOCO, CASSLE_SGD, MomentumTeacher, Objective, ObjectiveConfig, mlp
 
 
 # Settings of Chen et al. 2020: a head with one hidden layer as wide as ResNet-50's vectors, output 128; temperature 0.5
@@ -32,7 +32,7 @@ class SimCLR(Objective[SimCLRConfig]):
     Config = SimCLRConfig
     presets: ClassVar[Presets] = {
         "digits": {"objective": {"hidden": 256, "projection": 64}},
-        "cassle": {"objective": {"temperature": 0.2}, "views": {"name": "cassle-moco"}},
+        "cassle": {"objective": {"temperature": 0.2}, "views": CASSLE_MOCO},
     }
 
     def __init__(self, config: SimCLRConfig, encoder: nn.Module, feature_dim: int, classes: int) -> None:
@@ -76,10 +76,7 @@ class MoCoV2Plus(Objective[MoCoV2PlusConfig]):
     Config = MoCoV2PlusConfig
     presets: ClassVar[Presets] = {
         "digits": {"objective": {"hidden": 256, "projection": 64, "queue": 512}},
-        "cassle": {
-            "views": {"name": "cassle-moco"},
-            "training": {"optimizer": {"name": "sgd", "weight_decay": 1e-4}, "warmup": 0},
-        },
+        "cassle": {"views": CASSLE_MOCO, "training": CASSLE_SGD},
     }
 
     def __init__(self, config: MoCoV2PlusConfig, encoder: nn.Module, feature_dim: int, classes: int) -> None:
@@ -111,18 +108,14 @@ class MoCoV2Plus(Objective[MoCoV2PlusConfig]):
 
 
 def moco_loss(queries: Tensor, keys: Tensor, queue: Tensor, temperature: float = 0.2) -> Tensor:
-    """Cross-entropy of picking each query's own key among it and the queue's. Unit vectors: queries and keys (B, D),
-    queue (K, D)."""
+    """Of picking each query's own key among it and the queue's. Unit vectors: queries, keys (B, D), queue (K, D)."""
     own = (queries * keys).sum(dim=1, keepdim=True)
     logits = torch.cat((own, queries @ queue.T), dim=1) / temperature
     return F.cross_entropy(logits, torch.zeros(len(logits), dtype=torch.int64, device=logits.device))
 
 
 def contrastive_distillation(predicted: Sequence[Tensor], old: Sequence[Tensor], temperature: float) -> Tensor:
-    """Each prediction must find its own old projection among all of them, and each old projection its prediction.
-
-    All views are pooled: V views of B images give V * B candidates.
-    """
+    """Each prediction must find its own old projection among those of all views, and each old one its prediction."""
     p, z = (F.normalize(torch.cat([all_gather_rows(v) for v in vectors]), dim=1) for vectors in (predicted, old))
     logits = p @ z.T / temperature
     own = torch.arange(len(logits), device=logits.device)

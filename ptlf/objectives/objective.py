@@ -23,10 +23,13 @@ from ptlf.core.batch import Batch
 from ptlf.core.memory import check_fits
 from ptlf.core.settings import Presets, key
 
+# Of CaSSLe's protocol, for objectives that it trains by SGD on the views of MoCo.
+CASSLE_MOCO = {"name": "cassle-moco"}
+CASSLE_SGD = {"optimizer": {"name": "sgd", "weight_decay": 1e-4}, "warmup": 0}
+
 
 class MLP(nn.Sequential):
-    """Layers of which each norm sees one view at a time. On a GPU `ptlf.kernels` replaces it by a faster module of the
-    same state."""
+    """Layers of which each norm sees one view at a time. On a GPU `ptlf.kernels` replaces it, with the same state."""
 
     def each_view(self, views: Sequence[Tensor]) -> list[Tensor]:
         """The output for every view."""

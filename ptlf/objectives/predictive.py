@@ -11,6 +11,8 @@ from torch.nn import functional as F
 from ptlf.core.batch import Batch
 from ptlf.core.settings import Presets, key
 from ptlf.objectives.objective import (
+    CASSLE_MOCO,
+    CASSLE_SGD,
     MomentumTeacher,
     Objective,
     ObjectiveConfig,
@@ -34,10 +36,7 @@ class SimSiam(Objective[SimSiamConfig]):
     Config = SimSiamConfig
     presets: ClassVar[Presets] = {
         "digits": {"objective": {"projection": 256, "bottleneck": 64}},
-        "cassle": {
-            "views": {"name": "cassle-moco"},
-            "training": {"optimizer": {"name": "sgd", "weight_decay": 1e-4}, "lr": 0.05, "warmup": 0},  # SimSiam's rate
-        },
+        "cassle": {"views": CASSLE_MOCO, "training": {**CASSLE_SGD, "lr": 0.05}},  # SimSiam's rate
     }
 
     def __init__(self, config: SimSiamConfig, encoder: nn.Module, feature_dim: int, classes: int) -> None:
@@ -90,8 +89,7 @@ class BYOL(Objective[BYOLConfig]):
 
 
 def byol_loss(p1: Tensor, p2: Tensor, t1: Tensor, t2: Tensor) -> Tensor:
-    """Squared distances of unit vectors: predictions p of one view against the momentum network's projections t of the
-    other, (B, D) each. `t` must come without gradient."""
+    """Squared distances of unit vectors (B, D): predictions p against the other view's targets t, without gradient."""
     return (2 + 2 * negative_cosine(p1, t2)) + (2 + 2 * negative_cosine(p2, t1))
 
 
@@ -102,10 +100,7 @@ class Supervised(Objective[ObjectiveConfig]):
     presets: ClassVar[Presets] = {
         "lump": {"views": {"name": "supervised"}},
         "digits": {"training": {"lr": 0.06}},
-        "cassle": {
-            "views": {"name": "cassle-moco"},
-            "training": {"optimizer": {"name": "sgd", "weight_decay": 1e-4}, "lr": 0.1, "warmup": 0},
-        },
+        "cassle": {"views": CASSLE_MOCO, "training": {**CASSLE_SGD, "lr": 0.1}},
     }
 
     def __init__(self, config: ObjectiveConfig, encoder: nn.Module, feature_dim: int, classes: int) -> None:

@@ -1,13 +1,11 @@
-"""The data sets that `ptlf data get` knows: where their official archives are, and how they are read.
-
-To add one: a line in SOURCES, with a function that reads its archive without extracting it.
-"""
+"""The data sets that `ptlf data get` knows: lines of SOURCES, with functions that read archives unextracted."""
 
 import pickle
 import tarfile
 import zipfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -50,12 +48,9 @@ def cifar(archive: Path, train: Sequence[str], test: str, labels: bytes, names: 
     return {"train": split(train), "test": split([test])}
 
 
-def cifar10(archive: Path) -> Splits:
-    return cifar(archive, [f"data_batch_{i}" for i in range(1, 6)], "test_batch", b"labels", CIFAR10_NAMES)
-
-
-def cifar100(archive: Path) -> Splits:
-    return cifar(archive, ["train"], "test", b"fine_labels")
+BATCHES = [f"data_batch_{i}" for i in range(1, 6)]
+cifar10 = partial(cifar, train=BATCHES, test="test_batch", labels=b"labels", names=CIFAR10_NAMES)
+cifar100 = partial(cifar, train=["train"], test="test", labels=b"fine_labels")
 
 
 def tinyimagenet(archive: Path) -> Splits:

@@ -4,7 +4,7 @@ import hashlib
 import os
 import re
 import shutil
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from contextlib import suppress
 from dataclasses import fields, replace
 from pathlib import Path
@@ -15,8 +15,9 @@ import numpy as np
 from ptlf.core.errors import UserError
 from ptlf.stream.disk import files_below, natural, not_an_image, subfolders
 from ptlf.stream.images import find_images, is_image_folder, own_side
-from ptlf.stream.pack import Chunk, Pack, open_pack, read_manifest, write_pack
-from ptlf.stream.packing import pack_images
+from ptlf.stream.pack import Pack, open_pack, read_manifest
+from ptlf.stream.packing import PackOptions, pack_images, write_squares
+from ptlf.stream.rows import array_split, subset, with_labels
 from ptlf.stream.task import Dataset, EvalSplit, Images, Stream, StreamConfig, Task, packed, unlabelled_stream
 
 TASKS, INCOMING = "tasks", ".incoming"
@@ -24,8 +25,7 @@ NUMBERED = re.compile(r"(\d{4,})-(.+)")
 
 
 class PackedImages(Images):
-    """A split of a packed set. Files are opened where pixels or labels are asked for: a run with many tasks has few
-    open."""
+    """A split of a packed set. Files are opened when they are needed: a run with many tasks has few open."""
 
     def __init__(self, pack: Pack, split: str, numbers: np.ndarray) -> None:
         """numbers: the stream's label of each of the pack's names."""
@@ -83,8 +83,7 @@ def without_tasks(config: StreamConfig, root: Path, packs: Sequence[Pack]) -> St
     plain = StreamConfig(name=config.name, labelled=config.labelled, resident=config.resident)
     for field in fields(StreamConfig):
         if getattr(config, field.name) != getattr(plain, field.name):
-            taken = f"stream {config.name!r} takes its tasks as they arrive"
-            raise UserError(f"{taken}; leave out stream.{field.name}")
+            raise UserError(f"the tasks of stream {config.name!r} arrive; leave out stream.{field.name}")
     if not packs:
         raise UserError(f"stream {config.name!r} has no task yet; `ptlf learn RUN IMAGES` brings the first")
     size = packs[0].size
@@ -99,8 +98,7 @@ def with_arrivals(stream: Stream, packs: Sequence[Pack]) -> Stream:
     tasks, splits, order = list(stream.tasks), list(stream.eval_splits), list(stream.class_order)
     for pack in packs:
         if pack.size != stream.size:
-            sizes = f"{task_name(pack)} has images of {pack.size} px, and the stream of {stream.size} px"
-            raise UserError(f"{sizes}; give images of one size")
+            raise UserError(f"{task_name(pack)} has images of {pack.size} px; those before have {stream.size} px")
         classes: tuple[int, ...] = ()
         numbers = np.zeros(len(pack.names), np.int64)
         if pack.folders == "classes":
@@ -142,8 +140,7 @@ def pack_incoming(
         if (path / "pack.json").is_file():
             pack = open_pack(path.parent, path.name)
             if size not in (None, pack.size):
-                sizes = f"{pack.name} has images of {pack.size} px, not {size}"
-                raise UserError(f"{sizes}; pack it again with --size {size}")
+                raise UserError(f"{pack.name} has images of {pack.size} px, not {size}; pack it with --size {size}")
             options["fit"] = pack.fit
         elif is_image_folder(path):
             labelled = bool(test_fraction or ((path / "train").is_dir() and subfolders(path / "train")))
@@ -178,17 +175,12 @@ def place(pack: Pack, number: int) -> str:
 
 def reduced(pack: Pack, rows: np.ndarray) -> Pack:
     """The pack, in its place, with these training images only, and the test images of their classes."""
-
-    def chunks(split: str, rows: np.ndarray) -> Iterator[Chunk]:
-        images, labels = pack.images(split), pack.labels(split)
-        for some in np.array_split(rows, -(-len(rows) // 256)):
-            yield images[some], labels[some].tolist()
-
-    wanted = {"train": rows}
+    keep = {"train": np.isin(np.arange(pack.split("train").count), rows)}
     if "test" in pack.splits:
-        wanted["test"] = np.flatnonzero(np.isin(pack.labels("test"), pack.labels("train")[rows]))
-    parts = {split: (len(some), chunks(split, some)) for split, some in wanted.items() if len(some)}
-    return write_pack(replace(pack, splits={}), parts, overwrite=True)
+        keep["test"] = np.isin(pack.labels("test"), pack.labels("train")[rows])
+    splits = {name: with_labels(array_split(pack.images(name)), pack.labels(name), pack.names) for name in keep}
+    splits = {name: subset(part, keep[name]) for name, part in splits.items() if keep[name].any()}
+    return write_squares(replace(pack, splits={}), splits, PackOptions(fit=pack.fit, overwrite=True, progress=False))
 
 
 def accept(folder: Path, incoming: Pack) -> Pack:
@@ -217,11 +209,7 @@ def check_watched(folder: Path) -> None:
 
 def settled(folder: Path, settle: float, now: float, known: Collection[str] = ()) -> list[Path]:
     """Subfolders with images in which nothing has changed for `settle` seconds before `now`, oldest first. known: paths
-    to leave out, whose files are not looked at.
-
-    A folder is as old as its oldest image: one that comes later does not change the order. What counts as a change is
-    also one that leaves the file's date alone, as a copy that keeps dates does.
-    """
+    to leave out. A folder is as old as its oldest image. A copy that keeps dates is a change too."""
     check_watched(folder)
     found = []
     for name in subfolders(folder):

@@ -1,8 +1,6 @@
-"""Decode images in any form to square uint8 arrays.
+"""Decode images in any form to square uint8 arrays, made square as `Fit` says, or refuse them with a reason.
 
-EXIF orientation is applied, transparency composited on white, 16-bit grey divided by 257, and CMYK, palette and grey
-converted to RGB. Images are made square as `Fit` says, resized bicubic and antialiased. A broken or animated image is
-refused with a reason.
+EXIF orientation is applied, transparency composited on white, 16-bit grey divided by 257, and all converted to RGB.
 """
 
 import io
@@ -57,24 +55,16 @@ def to_rgb(image: Image.Image) -> Image.Image:
 
 
 def square(image: Image.Image, size: int, fit: Fit) -> Image.Image:
-    """Crop: resize the short side to `size` and crop the centre, in one resampling. Squash: resize both sides. Pad:
-    resize the long side, the image in the middle of a grey square."""
-    if fit == "squash":
-        return image.resize((size, size), Image.Resampling.BICUBIC)
+    bicubic = Image.Resampling.BICUBIC
+    if fit == "crop":
+        return ImageOps.fit(image, (size, size), bicubic)
     if fit == "pad":
-        width, height = (max(1, round(side * size / max(image.size))) for side in image.size)
-        made = Image.new("RGB", (size, size), GREY)
-        resized = image.resize((width, height), Image.Resampling.BICUBIC)
-        made.paste(resized, ((size - width) // 2, (size - height) // 2))
-        return made
-    short = min(image.size)
-    left, top = (image.width - short) / 2, (image.height - short) / 2
-    return image.resize((size, size), Image.Resampling.BICUBIC, box=(left, top, left + short, top + short))
+        return ImageOps.pad(image, (size, size), bicubic, GREY)
+    return image.resize((size, size), bicubic)
 
 
 def to_square(image: Any, size: int, fit: Fit = "crop") -> np.ndarray:
-    """(S, S, 3) uint8, or BadImage, of a path, the bytes of a file, a PIL image, an array (H, W[, C]) or a tensor
-    ([C, ]H, W)."""
+    """(S, S, 3) uint8 of a path, the bytes of a file, a PIL image, an array (H, W[, C]) or a tensor ([C, ]H, W)."""
     if isinstance(image, Mapping):  # a Hugging Face image that was not decoded
         image = image.get("bytes") or image.get("path")
     try:

@@ -28,10 +28,17 @@ NOT_IMAGES = (
 def staged(target: Path) -> Iterator[Path]:
     """A hidden folder, locked for this process. Renamed to `target` after the block; removed if the block raises."""
     root, name = target.parent, target.name
-    partial = root / f".{name}.partial-{os.getpid()}"
+    partial, old = root / f".{name}.partial", root / f".{name}.old"
+
+    def tidy() -> None:
+        if old.exists() and not target.exists():  # the two renames below were interrupted
+            old.rename(target)
+        for folder in (partial, old):
+            shutil.rmtree(folder, ignore_errors=True)
+
     root.mkdir(parents=True, exist_ok=True)
     with locked(root / f".{name}.lock", f"{name} is being packed"):
-        tidy(target)
+        tidy()
         try:
             partial.mkdir()
             yield partial
@@ -40,21 +47,11 @@ def staged(target: Path) -> Iterator[Path]:
                     os.fsync(opened.fileno())
             sync_folder(partial)
             if target.exists():
-                os.rename(target, root / f".{name}.old-{os.getpid()}")
-            os.rename(partial, target)
+                target.rename(old)
+            partial.rename(target)
             sync_folder(root)
         finally:
-            tidy(target)
-
-
-def tidy(target: Path) -> None:
-    """Remove the hidden folders of this process, or of a killed one. Call it with the lock held."""
-    for folder in list(target.parent.iterdir()):
-        found = re.fullmatch(rf"\.{re.escape(target.name)}\.(partial|old)-\d+", folder.name)
-        if found and found[1] == "old" and not target.exists():
-            os.rename(folder, target)  # the process ended between the two renames of `staged`
-        elif found:
-            shutil.rmtree(folder, ignore_errors=True)
+            tidy()
 
 
 @contextmanager

@@ -1,9 +1,9 @@
 """`ptlf data get`: download a data set's official archive (or read it from the disk), check it, pack it."""
 
 import shutil
-from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path, PurePosixPath
+from types import SimpleNamespace
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -38,27 +38,19 @@ def get(
     if source is None and entry.url is None:
         raise UserError(f"{name} cannot be downloaded: {entry.about}")
     check_target(target, packing.overwrite)
-    if source is not None:
-        with disk_errors(Path(source)):
-            return pack_source(entry, Path(source).expanduser(), target, packing)
     folder = target.parent / ".downloads" / name
-    with disk_errors(folder):
-        made = pack_archive(entry, download(entry, url, folder, name, packing.progress), target, packing)
-        if not keep_archive:
+    with disk_errors(Path(source or folder)):
+        given = Path(source).expanduser() if source else download(entry, url, folder, packing.progress)
+        made = pack_source(entry, given, target, packing)
+        if not source and not keep_archive:
             shutil.rmtree(folder)
             with suppress(OSError):
                 folder.parent.rmdir()  # fails if other archives are kept
     return made
 
 
-def pack_archive(entry: Source, archive: Path, target: Path, options: PackOptions) -> Pack:
-    assert entry.read is not None
-    pack = Pack(target, entry.size, "classes", (), source=archive.name)
-    return write_squares(pack, entry.read(archive), options)
-
-
 def pack_source(entry: Source, source: Path, target: Path, options: PackOptions) -> Pack:
-    """Pack the archive or the image folder that the user has on the disk."""
+    """Pack the archive or an image folder."""
     name = target.name
     if source.is_dir():
         if not (source / "train").is_dir() or not any((source / split).is_dir() for split in ("test", "val")):
@@ -68,33 +60,15 @@ def pack_source(entry: Source, source: Path, target: Path, options: PackOptions)
         return pack_folder(source, target.parent, name, size=entry.size, names=entry.names, **vars(options))
     if not source.is_file():
         raise UserError(f"--source {source} does not exist")
-    if entry.url is None:
+    if entry.read is None:
         raise UserError(f"--source {source} is a file; {entry.about}")
     if (md5 := file_digest(source, "md5")) != entry.md5:
         whose = f"the archive of {name} has {entry.md5}"
         raise UserError(f"{source} has md5 {md5}, {whose}; download it again ({entry.url})")
-    return pack_archive(entry, source, target, options)
+    return write_squares(Pack(target, entry.size, "classes", (), source=source.name), entry.read(source), options)
 
 
-class DownloadBar:
-    """The part of tqdm's interface that pooch uses."""
-
-    total = 0  # bytes that the server will send; 0: it does not say
-
-    def __init__(self, advance: Callable[..., None]) -> None:
-        self.advance = advance
-
-    def update(self, amount: int) -> None:
-        self.advance(amount, total=self.total or None)
-
-    def reset(self) -> None:
-        """In the end pooch reports all bytes once more."""
-        self.advance = lambda *amount, **total: None
-
-    def close(self) -> None: ...
-
-
-def download(entry: Source, url: str | None, folder: Path, name: str, progress: bool) -> Path:
+def download(entry: Source, url: str | None, folder: Path, progress: bool) -> Path:
     """The archive in `folder`, with its checksum checked; one that is there is not downloaded again."""
     import pooch
     from requests import RequestException
@@ -102,11 +76,14 @@ def download(entry: Source, url: str | None, folder: Path, name: str, progress: 
     url = url or str(entry.url)
     pooch.get_logger().setLevel("WARNING")
     try:
-        file = PurePosixPath(urlsplit(url).path).name[:100] or name
+        file = PurePosixPath(urlsplit(url).path).name[:100] or folder.name
         with progress_bar(f"downloading {file}", None, progress, "bytes") as advance:
-            http = pooch.HTTPDownloader(DownloadBar(advance), BLOCK_BYTES, timeout=TIMEOUT_SECONDS)
+            bar = SimpleNamespace(total=0, close=lambda: None)  # what pooch uses of tqdm; total: 0 if it is not known
+            bar.update = lambda amount: advance(amount, total=bar.total or None)
+            bar.reset = lambda: advance(0, completed=0)
+            http = pooch.HTTPDownloader(bar, BLOCK_BYTES, timeout=TIMEOUT_SECONDS)
             return Path(pooch.retrieve(url, f"md5:{entry.md5}", file, folder, downloader=http))
     except (RequestException, ValueError) as error:  # ValueError: the checksum, an address that is none
         why = " ".join(str(error).split())
-        hint = f"give {name}'s archive or an image folder with --source, or a mirror with --url"
+        hint = f"give {folder.name}'s archive or an image folder with --source, or a mirror with --url"
         raise UserError(f"{url} cannot be downloaded: {why}; {hint}") from error

@@ -1,8 +1,4 @@
-"""One reader of images in whatever form people have them.
-
-A path (a folder, a packed set, an .npz or .npy file, a Hugging Face data set on disk), a uint8 array, a list of paths,
-pictures or arrays, a torch `Dataset` or a Hugging Face dataset.
-"""
+"""One reader of images in whatever form people have them: `FORMS`, arrays, lists, data sets of libraries."""
 
 import os
 import re
@@ -49,7 +45,7 @@ def open_images(images: Any) -> dict[str, ImageSplit]:
         tests = [images[key] for key in ("test", "validation") if key in images]
         parts = zip(("train", "test"), (images["train"], *tests), strict=False)
         return {split: open_images(part)["train"] for split, part in parts}
-    if isinstance(images, np.ndarray | torch.Tensor):
+    if array := isinstance(images, np.ndarray | torch.Tensor):
         if images.ndim != 4 and (images.ndim != 3 or images.shape[2] in CHANNELS):
             shape = tuple(images.shape)
             raise UserError(f"an array of images must be (N, H, W, 3), not {shape}; for one image, give [image]")
@@ -58,7 +54,7 @@ def open_images(images: Any) -> dict[str, ImageSplit]:
         raise UserError(f"images cannot be read from a {type(images).__name__}; give {kinds}")
     if len(images) == 0:
         raise UserError(f"a {type(images).__name__} holds no images")
-    if isinstance(images, np.ndarray | torch.Tensor):
+    if array:
         return {"train": array_split(images)}
 
     def read() -> Iterator[Row]:
@@ -122,9 +118,6 @@ def npz_splits(path: Path) -> dict[str, ImageSplit]:
     return splits
 
 
-# ---------------------------------------------------------------- Hugging Face
-
-
 def is_saved(path: Path) -> bool:
     return any((path / name).is_file() for name in SAVED)
 
@@ -142,8 +135,7 @@ def load_saved(path: Path) -> Any:
 
 
 def parquet_files(path: Path) -> dict[str, list[Path]]:
-    """A Parquet file, or those of a folder, or of its folders `train`, `test`, `data` and the like, by split. None if
-    there are images or other folders beside them: then it is an image folder."""
+    """A Parquet file, or those of a folder and its `train`, `test` and `data`, by split; none beside images."""
     if not path.is_dir():
         return {"train": [path]} if path.suffix.lower() == ".parquet" else {}
     inside = subfolders(path)
@@ -217,12 +209,8 @@ def is_labels(labels: Any, images: Any) -> bool:
     return plain and hasattr(images, "__len__")
 
 
-# ---------------------------------------------------------------- folders
-
-
 def folder_splits(path: Path) -> dict[str, ImageSplit]:
-    """All files below it, or below its `train` and `test` (or `val`). If all images lie in folders, those are the
-    classes."""
+    """All files below it, or below its `train` and `test`. If all images lie in folders, those are the classes."""
     trees = split_folders(path)
     classes = folder_of_folders(trees["train"])
 
@@ -234,8 +222,7 @@ def folder_splits(path: Path) -> dict[str, ImageSplit]:
 
 
 def split_folders(source: Path) -> dict[str, Path]:
-    """{"train": folder} or {"train": folder, "test": folder}: `train` and `test` (or `val`), if there are folders in
-    `train`; else the source itself."""
+    """The `train` and `test` (or `val`) of the source, if there are folders in `train`; else the source is "train"."""
     if not source.is_dir():
         raise UserError(f"{source} is no folder; give one that holds a folder per class or task")
     train, tests = source / "train", [folder for name in ("test", "val") if (folder := source / name).is_dir()]
@@ -270,8 +257,7 @@ def find_images(value: str, root: Path) -> Path:
 
 
 def own_side(images: Any) -> int | None:
-    """The shorter side, in pixels, of the first image of a packed set or of arrays; None for image files, whose sizes
-    may differ."""
+    """The shorter side of the first image of a packed set or of arrays; None for files, whose sizes may differ."""
     if isinstance(images, str | os.PathLike) and is_image_folder(Path(images)):
         return None
     first = next(iter(open_images(images)["train"].read())).image

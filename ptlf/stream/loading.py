@@ -50,8 +50,7 @@ class ImageSource:
 
     @contextmanager
     def batches(self, order: Iterable[Tensor]) -> Iterator[Iterator[Tensor]]:
-        """`gather` of each index tensor in turn. Images that are not on the device are read ahead by threads, which end
-        with the block."""
+        """`gather` of each index tensor in turn, read ahead by threads (which end with the block) if need be."""
         if self._held is not None or (self._file is None and self.device.type == "cpu"):
             yield map(self.gather, order)
             return
@@ -79,8 +78,7 @@ class ImageSource:
         return pixels, [readers.submit(self._read, *part) for part in parts]
 
     def _finish(self, pixels: Tensor, parts: list[Future[None]]) -> Tensor:
-        """The batch on the device. torch keeps the pinned memory until the copy is done; `record_stream` keeps the copy
-        until the training stream has used it."""
+        """The batch on the device. `record_stream` keeps the copy until the training stream has used it."""
         for part in parts:
             part.result()
         if self._copy_stream is None:
@@ -104,8 +102,7 @@ class ImageSource:
 
 
 class Sources:
-    """An ImageSource for each set of images, made when it is first asked for. The latest are kept, so that sets used in
-    turn, such as training and test images, are not opened or copied again."""
+    """An ImageSource for each set of images. The latest are kept: training and test images are used in turn."""
 
     def __init__(self, device: torch.device, resident: bool | None = None) -> None:
         self._source = lru_cache(3)(partial(ImageSource, device=device, resident=resident))
@@ -115,8 +112,7 @@ class Sources:
 
 
 class PixelFile:
-    """The open file behind memory-mapped pixels. A failed read raises; a failed access to mapped memory would kill the
-    process (SIGBUS)."""
+    """The open file behind memory-mapped pixels. A failed read raises; one of mapped memory kills the process."""
 
     def __init__(self, pixels: np.memmap) -> None:
         self.path, self.begin, self.bytes = Path(str(pixels.filename)), pixels.offset, pixels.strides[0]

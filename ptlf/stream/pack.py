@@ -4,14 +4,12 @@
 pack is written to a hidden folder and renamed when complete, so `ROOT/NAME` is never incomplete.
 """
 
-import io
-import json
 import os
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, TypeAlias, get_args
+from typing import Any, Literal, get_args
 
 import numpy as np
 
@@ -20,13 +18,12 @@ from ptlf.core.files import file_digest
 from ptlf.core.reading import DAMAGE, check_shape, explain, parse_json, read_text
 from ptlf.stream.archives import SOURCES
 from ptlf.stream.decode import FITS, Fit
-from ptlf.stream.disk import disk_errors, natural, progress_bar, staged
+from ptlf.stream.disk import disk_errors, natural, progress_bar
 
 SPLIT = {"count": (1, 10**10), "bytes": (1, 10**15), "images": str, "sha256": str, "labels": str, "labels_sha256": str}
 MANIFEST = {"schema": int, "size": (1, 100_000), "names": [str], "splits": {"*": SPLIT}, "fit?": str}
 MANIFEST |= {"folders": str, "skipped": [{"file": str, "why": str}], "source": str}
 Folders = Literal["classes", "tasks"]
-Chunk: TypeAlias = tuple[np.ndarray, Sequence[Any]]  # images (n, S, S, 3) uint8, and the label of each
 SCHEMA = 1
 
 
@@ -160,66 +157,6 @@ def hint(name: str, overwrite: bool = True) -> str:
     """The command that makes the set again, for error messages."""
     command = f"get {name}" if name in SOURCES else f"pack FOLDER --name {name} --size PIXELS"
     return f"run `ptlf data {command}{' --overwrite' if overwrite else ''}`"
-
-
-def write_pack(
-    pack: Pack,
-    chunks: Mapping[str, tuple[int, Iterable[Chunk]]],
-    *,
-    overwrite: bool = False,
-    progress: bool = False,
-    number: Callable[[dict[str, list[Any]]], tuple[Sequence[str], dict[str, np.ndarray]]] | None = None,
-) -> Pack:
-    """Write a packed set: `pack` describes it, without splits.
-
-    chunks: by split the number of images, or more, and the chunks, in which `pack.skipped` may grow.
-    number: gives the names and the number of each label, after the last chunk; None: labels are places in `pack.names`.
-    """
-    with disk_errors(pack.path), staged(pack.path) as folder:
-        check_target(pack.path, overwrite)
-        labels = {}
-        for split, (count, images) in chunks.items():
-            with progress_bar(f"packing {pack.name} {split}", count, progress) as advance:
-                labels[split] = write_images(folder / f"{split}.npy", pack.size, count, images, advance)
-        names, numbers = number(labels) if number else (pack.names, labels)
-        splits = {}
-        for split in chunks:
-            pixels, file = folder / f"{split}.npy", folder / f"{split}_labels.npy"
-            np.save(buffer := io.BytesIO(), np.array(numbers[split], np.int64))
-            file.write_bytes(buffer.getvalue())  # `np.save` into a file drops the errno of a failed write
-            sizes = len(labels[split]), pixels.name, pixels.stat().st_size
-            splits[split] = Split(*sizes, file_digest(pixels), file.name, file_digest(file))
-        manifest = {"schema": SCHEMA, "name": pack.name, **asdict(replace(pack, splits=splits, names=names))}
-        del manifest["path"]
-        # ASCII: names of folders and files need not be UTF-8.
-        (folder / "pack.json").write_text(json.dumps(manifest, indent=1), encoding="ascii")
-    return open_pack(pack.path.parent, pack.name)
-
-
-def write_images(
-    file: Path, size: int, count: int, chunks: Iterable[Chunk], advance: Callable[[int], None]
-) -> list[Any]:
-    """The images of a split, into FILE.npy; returns their labels. Fewer than `count` may come."""
-    labels: list[Any] = []
-    with open(file, "wb") as out:
-        out.write(npy_header(count, size))
-        for images, part in chunks:
-            if len(part):
-                out.write(np.ascontiguousarray(images).data)
-            labels.extend(part)
-            advance(len(part))
-        if not labels:
-            raise UserError(f"no readable image is left in {file.stem}")
-        out.seek(0)
-        out.write(npy_header(len(labels), size))
-    return labels
-
-
-def npy_header(count: int, size: int) -> bytes:
-    """Its length does not depend on `count`, because numpy pads it, so it can be rewritten once the count is known."""
-    header = {"descr": "|u1", "fortran_order": False, "shape": (count, size, size, 3)}
-    np.lib.format.write_array_header_1_0(buffer := io.BytesIO(), header)
-    return buffer.getvalue()
 
 
 def check_name(name: str) -> None:

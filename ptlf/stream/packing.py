@@ -1,24 +1,27 @@
 """Images in any form, made square and packed, or read into memory: a batch at a time is in memory."""
 
+import io
+import json
 import os
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
-from itertools import compress, islice
+from itertools import islice
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args
 
 import numpy as np
 
 from ptlf.core.errors import UserError, unknown, warn
+from ptlf.core.files import file_digest
 from ptlf.freezing import format_bytes
 from ptlf.stream.decode import FITS, BadImage, Fit, to_square
-from ptlf.stream.disk import image_files, subfolders
+from ptlf.stream.disk import disk_errors, image_files, progress_bar, staged, subfolders
 from ptlf.stream.images import folder_of_folders, is_image_folder, open_images, split_folders
-from ptlf.stream.pack import Folders, Pack, check_name, check_target, write_pack
-from ptlf.stream.rows import ImageSplit, Row, hold_out, list_split, number_classes, with_labels
+from ptlf.stream.pack import SCHEMA, Folders, Pack, Split, check_name, check_target, open_pack
+from ptlf.stream.rows import ImageSplit, Row, hold_out, list_split, number_classes, subset, with_labels
 from ptlf.stream.task import Dataset, Images, packed
 
 MAX_BYTES = 4 << 30  # of a labelled set that is read into memory
@@ -87,25 +90,53 @@ def write_squares(
     """Decode and pack the splits; `pack` describes the set, without splits. names: that labels number."""
     if pack.size < 1:
         raise UserError(f"size must be at least 1, not {pack.size}")
-
-    def chunks(part: ImageSplit) -> Iterator[tuple[np.ndarray, Sequence[Any]]]:
-        for batch in decode_squares(part, pack.size, options.fit, options.workers):
-            refuse_or_skip(batch.problems, pack.skipped, options.on_error)
-            yield batch.images, [*zip(batch.names, batch.labels, strict=True)]
-
-    streams = {split: (part.count, chunks(part)) for split, part in splits.items()}
     classes = splits["train"].names if names is None else names
-    number = partial(number_classes, source=pack.source, names=classes, counted=names is not None)
-    how: dict[str, Any] = {"overwrite": options.overwrite, "progress": options.progress}
-    made = write_pack(replace(pack, fit=options.fit), streams, number=number, **how)
+    with disk_errors(pack.path), staged(pack.path) as folder:
+        check_target(pack.path, options.overwrite)
+        rows = {split: write_images(folder / f"{split}.npy", part, pack, options) for split, part in splits.items()}
+        made, (classes, numbers) = {}, number_classes(rows, pack.source, classes, counted=names is not None)
+        for split, labels in numbers.items():
+            pixels, file = folder / f"{split}.npy", folder / f"{split}_labels.npy"
+            np.save(buffer := io.BytesIO(), labels)
+            file.write_bytes(buffer.getvalue())  # `np.save` into a file drops the errno of a failed write
+            sizes = len(labels), pixels.name, pixels.stat().st_size
+            made[split] = Split(*sizes, file_digest(pixels), file.name, file_digest(file))
+        described = asdict(replace(pack, splits=made, names=classes, fit=options.fit))
+        del described["path"]
+        manifest = json.dumps({"schema": SCHEMA, "name": pack.name, **described}, indent=1)
+        (folder / "pack.json").write_text(manifest, encoding="ascii")  # names of folders and files need not be UTF-8
     total = sum(part.count for part in splits.values())
-    note_skipped(made.name, made.skipped, total, f", all named in {made.path / 'pack.json'}")
-    return made
+    note_skipped(pack.name, pack.skipped, total, f", all named in {pack.path / 'pack.json'}")
+    return open_pack(pack.path.parent, pack.name)
+
+
+def write_images(file: Path, images: ImageSplit, pack: Pack, options: PackOptions) -> list[tuple[str, Any]]:
+    """Into FILE.npy; the name and label of each that could be read."""
+    rows: list[tuple[str, Any]] = []
+    bar = progress_bar(f"packing {pack.name} {file.stem}", images.count, options.progress)
+    with open(file, "wb") as out, bar as advance:
+        out.write(npy_header(images.count, pack.size))
+        for batch in decode_squares(images, pack.size, options.fit, options.workers):
+            refuse_or_skip(batch.problems, pack.skipped, options.on_error)
+            out.write(batch.images.tobytes())
+            rows += zip(batch.names, batch.labels, strict=True)
+            advance(len(batch.names))
+        if not rows:
+            raise UserError(f"no readable image is left in {file.stem}")
+        out.seek(0)
+        out.write(npy_header(len(rows), pack.size))
+    return rows
+
+
+def npy_header(count: int, size: int) -> bytes:
+    """Its length does not depend on `count`, because numpy pads it, so it can be rewritten once the count is known."""
+    header = {"descr": "|u1", "fortran_order": False, "shape": (count, size, size, 3)}
+    np.lib.format.write_array_header_1_0(buffer := io.BytesIO(), header)
+    return buffer.getvalue()
 
 
 def refuse_or_skip(problems: Sequence[tuple[str, str]], skipped: list[dict[str, str]], on_error: str | None) -> None:
-    """problems: names and reasons, of those images that were looked at together with the first. on_error: None refuses
-    them where skipping is no way out."""
+    """problems: names and reasons. on_error: None refuses them where skipping is no way out."""
     if problems and on_error != "skip":
         (file, why), more = problems[0], len(problems) - 1
         others = f" and at least {more} more" if more else ""
@@ -225,16 +256,14 @@ def sample_images(
     rounds = -(-most // images.count)
     drawn = np.concatenate([random.permutation(images.count) for _ in range(rounds)])[:most]
     chosen, places = np.unique(drawn, return_inverse=True)
-    wanted = np.isin(np.arange(images.count), chosen)
-    some = ImageSplit(len(chosen), lambda: compress(images.read(), wanted))
+    some = subset(images, np.isin(np.arange(images.count), chosen))
     return read_all(some, size, fit, [])[0][places], images.count
 
 
 def read_all(
     images: ImageSplit, size: int, fit: Fit, skipped: list[dict[str, str]], on_error: OnError | None = None
 ) -> tuple[np.ndarray, list[tuple[str, Any]]]:
-    """All images (N, S, S, 3) uint8 and their names and labels, in memory, without the broken ones, unless they are
-    refused."""
+    """All images (N, S, S, 3) uint8, with their names and labels, but for the broken ones that are skipped."""
     pixels = np.empty((images.count, size, size, 3), np.uint8)
     rows: list[tuple[str, Any]] = []
     for batch in decode_squares(images, size, fit):
@@ -247,10 +276,8 @@ def read_all(
 def labelled_dataset(
     path: Path, size: int, test_fraction: float, fit: Fit = "crop", on_error: OnError | None = None
 ) -> Dataset:
-    """A labelled set with test images, read into memory; a packed set of this size stays a memory map.
-
-    on_error: for broken images; None: they are refused, and skipping is no way out.
-    """
+    """A labelled set with test images, read into memory; a packed set of this size stays a memory map. on_error: None
+    refuses broken images where skipping is no way out."""
     if (path / "pack.json").is_file():
         data = packed(path.absolute().parent, path.name)
         if data.size == size and data.test is not None and data.folders == "classes":

@@ -67,6 +67,11 @@ def with_names(part: ImageSplit, names: Sequence[str] | None) -> ImageSplit:
     return ImageSplit(part.count, lambda: map(name, part.read()), names)
 
 
+def subset(part: ImageSplit, keep: np.ndarray) -> ImageSplit:
+    """keep: (count,) bool."""
+    return ImageSplit(int(keep.sum()), lambda: compress(part.read(), keep), part.names)
+
+
 def plain_label(label: Any) -> Any:
     """A number or text; None for a negative number or NaN, with which data sets mark unlabelled images."""
     label = label.item() if hasattr(label, "item") and getattr(label, "size", 1) != 0 else label
@@ -115,8 +120,7 @@ def number_classes(
 
 
 def hold_out(splits: Mapping[str, ImageSplit], fraction: float) -> dict[str, ImageSplit]:
-    """A training and a test split. A fraction of 1/k holds out every k-th image of each class; other fractions are
-    spaced as evenly as possible."""
+    """A training and a test split. A fraction of 1/k holds out every k-th image of each class, others likewise."""
     if "test" in splits:
         raise UserError("test_fraction is given, but there are test images; use one of them")
     if not 0 < fraction < 1:
@@ -128,8 +132,4 @@ def hold_out(splits: Mapping[str, ImageSplit], fraction: float) -> dict[str, Ima
         held.append(int(place * share) > int((place - 1) * share))
     if not any(held):
         raise UserError(f"test_fraction {fraction} leaves no test image; give another")
-
-    def part(chosen: list[bool]) -> ImageSplit:
-        return ImageSplit(sum(chosen), lambda: compress(images.read(), chosen), images.names)
-
-    return {"train": part([not each for each in held]), "test": part(held)}
+    return {"train": subset(images, ~np.array(held)), "test": subset(images, np.array(held))}

@@ -170,8 +170,7 @@ def open_stream(config: StreamConfig, source: StreamEntry, root: Path, seed: int
     if data.folders == "tasks":
         return unlabelled_stream(data, config, packed(root, config.labelled) if config.labelled else None)
     if config.labelled is not None:
-        why = "this set has a folder per class and is evaluated on its own test images"
-        raise UserError(f"stream.labelled is for sets with a folder per task; {why}; leave stream.labelled out")
+        raise UserError(f"{data.name} has a folder per class and its own test images; leave out stream.labelled")
     if config.groups is None:
         config = replace(config, tasks=config.tasks or source.tasks, classes=config.classes or source.classes)
         if config.tasks is None:
@@ -204,12 +203,10 @@ def split(data: Dataset, config: StreamConfig, seed: int) -> Stream:
         if len(train) == 0:
             raise UserError(f"task {index + 1} ({name}) of {data.name} has no training images")
         made.append(Task(name, data.train, train, group))
-        if data.test is not None:
-            test = indices(data.test, group, config.per_class)
-            if len(test):
-                eval_splits.append(EvalSplit(name, data.train, train, data.test, test, since=index))
-            else:
-                untested.append(name)
+        if data.test is not None and len(test := indices(data.test, group, config.per_class)):
+            eval_splits.append(EvalSplit(name, data.train, train, data.test, test, since=index))
+        elif data.test is not None:
+            untested.append(name)
     ordered = tuple(data.names[c] for c in order)
     return Stream(config.name, data, tuple(made), tuple(eval_splits), ordered, data.names, tuple(untested))
 
@@ -219,8 +216,7 @@ def unlabelled_stream(data: Dataset, config: StreamConfig, labelled: Dataset | N
     if config.tasks is not None and config.tasks != len(data.names):
         raise UserError(f"stream.tasks is {config.tasks}, but {data.name} has {len(data.names)} task folders")
     if config.classes is not None or config.groups is not None or config.class_order != "natural":
-        unused = "stream.classes, stream.groups and stream.class_order"
-        raise UserError(f"{data.name} has a folder per task and no classes; leave out {unused}")
+        raise UserError(f"{data.name} has a folder per task; leave out stream.classes, .groups and .class_order")
     chosen = [indices(data.train, (label,), config.per_class) for label in range(len(data.names))]
     tasks = tuple(Task(name, data.train, train) for name, train in zip(data.names, chosen, strict=True))
     if labelled is None:
@@ -228,18 +224,15 @@ def unlabelled_stream(data: Dataset, config: StreamConfig, labelled: Dataset | N
     if labelled.test is None:
         raise UserError(f"{labelled.name} has no test images; pack it with a test folder or with --test-fraction")
     if labelled.size != data.size:
-        sizes = f"{labelled.name} has images of {labelled.size} px and {data.name} of {data.size} px"
-        raise UserError(f"{sizes}; pack both at one size")
+        sizes = f"{labelled.size} px and {data.size} px"
+        raise UserError(f"{labelled.name} and {data.name} have images of {sizes}; pack both at one size")
     bank, test = np.arange(len(labelled.train)), np.arange(len(labelled.test))
     split = EvalSplit(labelled.name, labelled.train, bank, labelled.test, test, since=0, always=True)
     return Stream(config.name, data, tasks, (split,), classes=labelled.names)
 
 
 def single_task_stream(data: Dataset, name: str, seen: int = 1) -> Stream:
-    """A labelled set as a stream of its own, to test an encoder that did not learn it: its split is of no task.
-
-    seen: how many tasks the encoder has learnt.
-    """
+    """A labelled set to test an encoder with that did not learn it. seen: how many tasks the encoder has learnt."""
     stream = split(data, StreamConfig(name=name, tasks=1), 0)
     splits = tuple(replace(each, always=True) for each in stream.eval_splits)
     return replace(stream, eval_splits=splits, tasks=tuple(replace(task, joined=seen) for task in stream.tasks))
@@ -283,8 +276,8 @@ def indices(images: Images, labels: Sequence[int], per_class: int | None) -> np.
 
 
 def digest(images: Images, chosen: np.ndarray) -> str:
-    """SHA-256 of the chosen images and their labels. Where the checksum of the files is known, it and the indices stand
-    for them: a large set, or a task learnt long ago, need not be read."""
+    """SHA-256 of the chosen images and their labels. The checksum of their files, where it is known, stands for them: a
+    large set need not be read."""
     if images.sha256 is not None:
         found = hashlib.sha256(images.sha256.encode())
         found.update(np.ascontiguousarray(chosen, dtype="<i8").tobytes())
@@ -296,16 +289,13 @@ def digest(images: Images, chosen: np.ndarray) -> str:
 
 
 # Streams by name. To add one: pack its images (`ptlf data pack`) or write a loader such as `digits`, and add a line.
+MEMORY_VIEWS = {"views": {"memory": "memory-tinyimagenet"}}
 MEMBERS: dict[str, StreamEntry] = {
     "digits": stream_entry(digits, "scikit-learn's digits, embedded, 5 tasks x 2 classes", tasks=5, protocol="digits"),
     "split-cifar10": StreamEntry("CIFAR-10, 5 tasks x 2 classes, 32 px", "cifar10", tasks=5),
     "split-cifar100": StreamEntry("CIFAR-100, 20 tasks x 5 classes, 32 px", "cifar100", tasks=20),
     "split-tinyimagenet": StreamEntry(
-        "first 100 classes of Tiny-ImageNet, 20 x 5, 64 px",
-        "tinyimagenet",
-        tasks=20,
-        classes=100,
-        presets={"views": {"memory": "memory-tinyimagenet"}},
+        "first 100 classes of Tiny-ImageNet, 20 x 5, 64 px", "tinyimagenet", 20, 100, presets=MEMORY_VIEWS
     ),
     "imagenet100": StreamEntry("100 ImageNet classes, 5 tasks x 20, 224 px", "imagenet100", 5, protocol="cassle"),
     "arriving": StreamEntry("tasks that arrive one by one: `ptlf learn RUN IMAGES`", own=True, arriving=True),

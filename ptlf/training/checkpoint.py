@@ -1,7 +1,7 @@
-"""Checkpoints: the state from which a run continues bit for bit. Written atomically, with a checksum, without pickle.
+"""Checkpoints: the state from which a run continues bit for bit. Written atomically, by a thread, without pickle.
 
 A file is one line with the SHA-256 of the rest, followed by safetensors data: the tensors by name, and all other values
-as JSON in the metadata. Training waits for a copy of the state in host memory; a thread hashes and writes it.
+as JSON in the metadata.
 """
 
 import hashlib
@@ -153,8 +153,7 @@ SCALARS = {bool, int, float, str, type(None)}
 
 
 class HostCopy:
-    """A copy of nested dicts (with string keys), lists, numbers, strings and tensors. The original may change while the
-    copy is written."""
+    """A copy of nested dicts (with string keys), lists, values and tensors, to write while the original changes."""
 
     def __init__(self, state: Mapping[str, Any]) -> None:
         self.tensors: dict[str, Tensor] = {}
@@ -182,7 +181,6 @@ def first_line(data: bytes) -> bytes:
 
 
 def write_checkpoint(path: Path, state: HostCopy) -> None:
-    """As a safetensors file: the tensors by their path in the state, and the rest as JSON."""
     data = save(state.tensors, {"state": json.dumps(state.plain)})
     write_whole(path, [first_line(data), data])
 
@@ -212,8 +210,7 @@ def check_magic(path: Path, head: bytes) -> None:
 
 def optimizer_state(optimizer: Optimizer, names: Mapping[Tensor, str]) -> dict[str, Any]:
     """optimizer: state by parameter name. optimizer_groups: by parameter group, what the optimizer itself counts or
-    adapts there, tensors and plain values other than those it was made with. Hyperparameters come from the settings,
-    and the rate is set before every step: they are left out."""
+    adapts there: not the rate, nor what it was made with."""
     groups = []
     for group in optimizer.param_groups:
         plain = {n: v for n, v in group.items() if type(v) in SCALARS and v != optimizer.defaults.get(n)}

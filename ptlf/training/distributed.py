@@ -27,10 +27,7 @@ def broadcast_and_sync_bn(modules: Iterable[nn.Module], config: DistributedConfi
 
 
 def average_gradients(parameters: Iterable[Tensor]) -> int:
-    """Average the gradients over the processes, with one all-reduce. Returns how many bytes that exchanges.
-
-    A parameter without a gradient (frozen, or a head of a later task) has none on any process, and is not sent.
-    """
+    """Average the gradients that there are, with one all-reduce. Returns how many bytes that exchanges."""
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     processes.all_reduce_mean_(gradients)
     return sum(gradient.nbytes for gradient in gradients)

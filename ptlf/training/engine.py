@@ -1,8 +1,4 @@
-"""How the step is run: eagerly, with faster code for its parts, or with that and captured in a CUDA graph.
-
-The body of the step is the same in all three: it reads fixed tensors and draws no random number. After a freeze it is
-captured again, unless a graph of the same step with the same units frozen was kept.
-"""
+"""How the step is run: eagerly, with faster code for its parts, or with that and captured in a CUDA graph."""
 
 import functools
 from collections.abc import Callable, Iterator
@@ -53,7 +49,6 @@ def choose_dtype(precision: str, device: torch.device) -> torch.dtype:
 
 
 def make_accelerator(kind: str, batch: int, device: torch.device) -> Accelerator:
-    """What runs the parts of the step under an engine of this kind."""
     return Accelerator() if kind == "eager" else FastParts(batch, device)
 
 
@@ -95,11 +90,8 @@ class Captured:
 
 
 class CapturedEngine(Engine):
-    """Runs the body a few times, then records it into a CUDA graph, one per batch size, and replays that.
-
-    Graphs are kept for a set of frozen units that comes again. All use the same memory: of what a replay leaves there,
-    only the losses are read.
-    """
+    """Runs the body a few times, then records it into a CUDA graph, one per batch size and set of frozen units, and
+    replays that. All graphs use the same memory: of what a replay leaves there, only the losses are read."""
 
     def __init__(self, body: Body, device: torch.device, full: int) -> None:
         """full: the batch size; the last batch of an epoch may be smaller."""
@@ -132,8 +124,7 @@ class CapturedEngine(Engine):
 
     @contextmanager
     def arithmetic(self, batch: Batch | None = None) -> Iterator[None]:
-        """Float32 products (the heads) use TF32. Shapes never change, so the fastest algorithms are looked for, but not
-        for an epoch's last, smaller batch."""
+        """Float32 products (the heads) use TF32. The fastest algorithms are looked for, but not for a smaller batch."""
         cudnn = torch.backends.cudnn
         before = cudnn.benchmark, torch.get_float32_matmul_precision()
         cudnn.benchmark = batch is None or len(batch) == self.full
@@ -173,11 +164,8 @@ class CapturedEngine(Engine):
         return losses
 
     def capture(self, mine: Captured, batch: Batch) -> None:
-        """Records without running; the replay that follows is this batch's step.
-
-        `torch.cuda.graph` would empty the allocator's cache every time. Here the graphs share their memory, so that is
-        needed only for the first.
-        """
+        """Records without running; the replay that follows is this batch's step. Unlike `torch.cuda.graph` it empties
+        the allocator's cache for the first graph only: all share their memory."""
         torch.cuda.synchronize()
         if not self.graphs():
             self.pool = torch.cuda.graph_pool_handle()  # one that lost all its graphs cannot be used again
@@ -194,8 +182,7 @@ class CapturedEngine(Engine):
 
 
 def is_scarce(device: torch.device) -> bool:
-    """Whether free GPU memory is less than what graphs hold: reserved by the allocator and not allocated to tensors. An
-    uncaptured step may then run out of memory."""
+    """Whether free GPU memory is less than what graphs hold: an uncaptured step may then run out of it."""
     held = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     return torch.cuda.mem_get_info(device)[0] < held
 

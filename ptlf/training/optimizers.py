@@ -36,11 +36,8 @@ class UpdateRule(Generic[C]):
 
     @staticmethod
     def first_state(group: dict[str, Any], parameter: Tensor) -> State | None:
-        """The state that the parameter's first step starts from, by the names in `Optimizer.state`.
-
-        With it, a captured step can be replayed after the parameter froze and thawed. None = unknown: after every
-        freeze the step is captured again.
-        """
+        """The state that the parameter's first step starts from, by the names in `Optimizer.state`: a captured step can
+        be replayed after a freeze and a thaw. None = unknown: after every freeze it is captured again."""
         return None
 
 
@@ -117,9 +114,7 @@ class LARS(Optimizer):
     """SGD with momentum whose step is scaled, per matrix or filter bank, by its trust ratio.
 
     trust = eta * |p| / (|g| + weight_decay * |p| + eps), and the gradient with its weight decay is multiplied by
-    min(trust / lr, 1), so that lr is the most it can be. Parameters of one dimension (biases, norms) are neither
-    adapted nor decayed. lr may be a tensor on the parameters' device, so that a captured step can read it. Parameters
-    without a gradient do not move.
+    min(trust / lr, 1). Parameters of one dimension (biases, norms) are neither adapted nor decayed.
     """
 
     def __init__(
@@ -134,10 +129,9 @@ class LARS(Optimizer):
         loss = torch.enable_grad()(closure)() if closure else None
         for group in self.param_groups:
             moving = [p for p in group["params"] if p.grad is not None]
-            matrices, vectors = [p for p in moving if p.ndim > 1], [p for p in moving if p.ndim <= 1]
-            if matrices:
+            if matrices := [p for p in moving if p.ndim > 1]:
                 self._move(matrices, _adapted(matrices, group), group)
-            if vectors:
+            if vectors := [p for p in moving if p.ndim <= 1]:
                 self._move(vectors, _gradients(vectors), group)
         return loss
 
@@ -169,11 +163,10 @@ def _adapted(params: list[Tensor], group: dict[str, Any]) -> list[Tensor]:
 
 @torch.no_grad()
 def prepare_state(rule: type[UpdateRule], optimizer: Optimizer, kept: dict[Tensor, State]) -> bool:
-    """Give parameters that train and have no state their first one, before a step that may be captured. Returns
-    whether all of them have one.
+    """Give parameters that train and have no state their first one, before a step that may be captured: the rate is a
+    tensor. Returns whether all of them have one.
 
-    A captured step writes to the addresses it saw. `kept` holds the state every parameter had, so that after a thaw it
-    starts again in the same tensors. Where the rate is a number, steps are never captured, and nothing is done.
+    kept: the state every parameter had. After a thaw it starts again in the same tensors, to which a graph writes.
     """
     complete = True
     for group in optimizer.param_groups:

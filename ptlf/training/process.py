@@ -9,8 +9,8 @@ from typing import Any, Self
 
 
 class Stopped(Exception):
-    """The run was stopped by a signal, after saving a checkpoint. If it saved none, `lost` says what is lost.
-    `unlearnt` names a task that was given and is not in the run yet: the same call is needed again."""
+    """The run was stopped by a signal, after saving a checkpoint, or else `lost` says what is lost. `unlearnt` names a
+    task that was given and is not in the run yet."""
 
     def __init__(self, folder: Path, number: int, advice: str = "", lost: str = "", unlearnt: str = "") -> None:
         how = f"stopped without saving: {lost}" if lost else "stopped"

@@ -83,8 +83,7 @@ class EpochState:
         return {name: float(values.double().sum()) / self.steps for name, values in self.losses.items()}
 
     def first_bad(self) -> tuple[int, float] | None:
-        """The first step (from 0) with a loss that is not finite, or too large for a record, and that loss. Waits for
-        the device."""
+        """The first step (from 0) with a loss that no record may hold, and that loss. Waits for the device."""
         steps = enumerate(zip(*(values.tolist() for values in self.losses.values()), strict=True))
         bad = ((step, value) for step, values in steps for value in values if not recordable(value))
         return next(bad, None)
@@ -252,11 +251,7 @@ class Trainer:
         self, chosen: Tensor, generator: torch.Generator, draws: Mapping[str, Tensor], images: Tensor | None = None
     ) -> Batch:
         """The images with these indices (this process's share may be there already), on the device, and the labels and
-        the step's randomness, on the host.
-
-        Where several processes share the run, each draws for all images and takes its share: a draw is one value per
-        image, or a single one for the step.
-        """
+        the step's randomness, on the host: each process draws for all images, and takes its share."""
         mine = processes.shard(len(chosen))
         images = self.source.gather(chosen[mine]) if images is None else images
         uniforms = draw(len(chosen), generator, len(self.view_specs))[:, mine]
@@ -275,11 +270,7 @@ class Trainer:
         return full + (self.usable(rest) > 0)
 
     def cost_of_step(self, indices: np.ndarray) -> MeasuredStep:
-        """Bytes saved for backward and backward FLOPs of a step with the current frozen set. Changes no state.
-
-        What is there anyway (parameters, buffers, folded weights) does not count, nor do forwards without a backward
-        such as a frozen copy's.
-        """
+        """Of a step with the current frozen set, without what is there anyway and without teachers. Changes nothing."""
         self.optimizer.zero_grad(set_to_none=True)
         self.model.train()
         chosen, losses = torch.from_numpy(indices[: self.config.batch]), list[Tensor]()
@@ -312,12 +303,8 @@ class Trainer:
     def sample_gradients(
         self, indices: np.ndarray, generator: torch.Generator, weights: Sequence[Tensor]
     ) -> list[Tensor | None]:
-        """Of the objective on a random batch of these images, unmixed: what a new task asks for. None for a weight that
-        has no part in it.
-
-        A captured step writes to the same tensors every time. Other encoders than our ResNets run uncaptured: their
-        weights may be computed from others.
-        """
+        """Of the objective on a random batch of these images, unmixed; None for a weight that has no part in it. Other
+        encoders than our ResNets run uncaptured: their weights may be computed from others."""
         self.sampled = weights
         chosen = torch.from_numpy(indices)[torch.randperm(len(indices), generator=generator)[: self.config.batch]]
         batch = self.load(chosen, generator, {})
@@ -339,8 +326,7 @@ def tensors_of(module: nn.Module) -> list[Tensor]:
 def total(losses: dict[str, Tensor]) -> Tensor:
     for name, loss in losses.items():
         if loss.ndim:
-            problem = f"the loss {name!r} has the shape {tuple(loss.shape)}"
-            raise UserError(f"{problem}; it must be a single number, such as the mean over the images")
+            raise UserError(f"the loss {name!r} has the shape {tuple(loss.shape)}; return a number, such as the mean")
     return torch.stack(list(losses.values())).sum()
 
 
@@ -357,16 +343,13 @@ def learning_rate(config: TrainingConfig, epoch: float) -> float:
 def set_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
     """In place where the rate is a tensor: a captured step reads the one it saw."""
     for group in optimizer.param_groups:
-        if isinstance(group["lr"], Tensor):
-            group["lr"].fill_(rate * group.get("scale", 1.0))
-        else:
-            group["lr"] = rate * group.get("scale", 1.0)
+        scaled, lr = rate * group.get("scale", 1.0), group["lr"]
+        group["lr"] = lr.fill_(scaled) if isinstance(lr, Tensor) else scaled
 
 
 def check_warmup(config: TrainingConfig) -> None:
     if config.warmup >= config.epochs:
-        problem = f"training.warmup is {config.warmup} epochs, but a task has only {config.epochs}"
-        raise UserError(f"{problem}; it must be less")
+        raise UserError(f"training.warmup is {config.warmup} epochs, but a task has only {config.epochs}; lower it")
 
 
 def check_batch(config: TrainingConfig, sizes: list[int], arrived: int = 0) -> None:

@@ -241,11 +241,8 @@ def jitter_order(order: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def jitter_in_order(x: Tensor, factors: Tensor, shift: Tensor | None, hue_position: Tensor, kinds: Tensor) -> Tensor:
-    """factors (B, 3) by kind, shift (B,) in turns.
-
-    The order differs by image but the shapes are static: all three blends run before and after the one hue shift, and
-    each has factor 1, which changes nothing, on one of the two sides.
-    """
+    """factors (B, 3) by kind, shift (B,) in turns. So that shapes are static, all three blends run before and after the
+    one hue shift, and each has factor 1, which changes nothing, on one of the two sides."""
     factors = factors.gather(1, kinds)
     if shift is None:
         return blends(x, factors, kinds)

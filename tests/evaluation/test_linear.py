@@ -41,7 +41,7 @@ def test_linear_probe_is_as_good_as_logistic_regression(data) -> None:
     assert np.linalg.norm(found - expected) < 0.006 * np.linalg.norm(expected)  # 0.02 at the rate it begins with
 
 
-def test_linear_probe_is_sgd_whose_rate_drops_twice(data) -> None:
+def test_linear_probe_is_sgd_whose_rate_drops_twice_and_repeats(data) -> None:
     """Against a loop in float64: ten epochs, at a tenth of the rate from the seventh and a hundredth from the ninth."""
     (x, y), _ = data
     config = LinearConfig(epochs=10, batch=700, momentum=0.8, weight_decay=0.01, standardise=False)
@@ -56,6 +56,9 @@ def test_linear_probe_is_sgd_whose_rate_drops_twice(data) -> None:
             weight = weight - rate * velocity
     np.testing.assert_allclose(fitted.T.numpy(), weight[:-1], atol=1e-5)
     np.testing.assert_allclose(bias.numpy(), weight[-1], atol=1e-5)
+    before = torch.random.get_rng_state()
+    first, second = (linear_fit(x, y, LinearConfig(epochs=2))[0] for _ in range(2))
+    assert torch.equal(before, torch.random.get_rng_state()) and torch.equal(first, second)
 
 
 def test_a_record_of_an_older_version_says_that_its_linear_probe_did_not_standardise() -> None:
@@ -64,13 +67,6 @@ def test_a_record_of_an_older_version_says_that_its_linear_probe_did_not_standar
     for settings, standardises in ((older, False), ({"enabled": True}, None), (older | {"enabled": False}, None)):
         assert upgrade_settings({"probes": {"linear": settings}})["probes"]["linear"].get("standardise") is standardises
     assert recipe("imagenet100/barlow_twins/lump")["probes"]["linear"]["standardise"] is False
-
-
-def test_linear_probe_repeats_and_draws_from_its_own_generator(data) -> None:
-    (x, y), _ = data
-    before = torch.random.get_rng_state()
-    first, second = (linear_fit(x, y, LinearConfig(epochs=2))[0] for _ in range(2))
-    assert torch.equal(before, torch.random.get_rng_state()) and torch.equal(first, second)
 
 
 def test_only_the_classes_that_occur_have_an_output_and_constant_features_do_no_harm() -> None:
@@ -101,16 +97,13 @@ def test_a_run_records_the_probes_and_evaluate_repeats_them(tiny, tmp_path) -> N
     assert list(both) == ["linear_task", "linear", "knn_task", "knn_task_k200"]
 
 
-def test_the_command_takes_a_probe(run_copy) -> None:
+def test_the_command_takes_a_probe_and_knows_one_that_is_gone(run_copy) -> None:
     shown = run_cli("evaluate", run_copy, "--probe", "linear", "knn_task", "--probes.linear.epochs", 2).out
     assert "linear_task: accuracy in %, bank:" in shown
     assert "knn_task: accuracy" in shown
     assert "knn_class" not in shown
     assert "unknown probe 'knn'; did you mean" in run_cli("evaluate", run_copy, "--probe", "knn", code=2).err
-
-
-def test_the_probe_of_version_0_2_that_is_gone(run_copy) -> None:
-    """Its settings are left out where it was off; else the probes that there are are named."""
+    # Of version 0.2: its settings are left out where it was off; else the probes that there are are named.
     path = run_copy / "config.yaml"
     settings = yaml.safe_load(path.read_text())
     settings["probes"]["ridge"] = {"enabled": False, "penalty": 1e-3}

@@ -7,7 +7,7 @@ import torch
 from ptlf.evaluation.metrics import effective_rank, forgetting_by_task, forward_transfer, spaced, spread, summary
 
 
-def test_by_hand() -> None:
+def test_by_hand_and_against_an_independent_implementation() -> None:
     for matrix, accuracy, forgetting, just_learned, all_checkpoints in (
         ([[90, None, None], [85, 80, None], [88, 70, 95]], (88 + 70 + 95) / 3, 6, 6, 4),
         ([[50, None, None], [60, 70, None], [55, 75, 80]], 70, 0, -5, 5 / 3),  # the best of split 1: after task 2
@@ -21,9 +21,6 @@ def test_by_hand() -> None:
         assert found["backward_transfer"] == (None if just_learned is None else -just_learned), matrix
     assert forward_transfer([60, 70], [50, 65]) == pytest.approx(7.5)
     assert forward_transfer([], []) is None
-
-
-def test_against_an_independent_implementation() -> None:
     rng = np.random.default_rng(0)
     for tasks in (2, 3, 7):
         full = rng.uniform(0, 100, (tasks, tasks))
@@ -39,7 +36,7 @@ def test_against_an_independent_implementation() -> None:
         assert later == [summary(matrix[:count])["forgetting"] for count in range(2, tasks + 1)]
 
 
-def test_effective_rank_of_known_matrices() -> None:
+def test_effective_rank_and_spread() -> None:
     assert effective_rank(torch.eye(7)) == pytest.approx(7)
     assert effective_rank(3 * torch.eye(7)[:4]) == pytest.approx(4)
     assert effective_rank(torch.ones(9, 5)) == pytest.approx(1)
@@ -47,16 +44,10 @@ def test_effective_rank_of_known_matrices() -> None:
     expected = np.exp(-(0.75 * np.log(0.75) + 0.25 * np.log(0.25)))
     assert effective_rank(torch.diag(torch.tensor([3.0, 1.0, 0.0]))) == pytest.approx(expected)
     assert effective_rank(torch.zeros(4, 3)) == pytest.approx(1)
-
-
-def test_effective_rank_by_eigenvalues() -> None:
     features = torch.randn(40, 12, generator=torch.Generator().manual_seed(0)) @ torch.randn(12, 30)
     values = np.sqrt(np.clip(np.linalg.eigvalsh((features.double() @ features.double().T).numpy()), 0, None))
     shares = values[values > 1e-6] / values.sum()
     assert effective_rank(features) == pytest.approx(float(np.exp(-(shares * np.log(shares)).sum())), rel=1e-4)
-
-
-def test_spread() -> None:
     assert spread(torch.ones(5, 3) * torch.arange(1, 6)[:, None]) == pytest.approx(0, abs=1e-6)
     directions = torch.randn(20000, 8, generator=torch.Generator().manual_seed(1))
     assert spread(directions) == pytest.approx(1, abs=0.02)

@@ -32,11 +32,6 @@ def centred(images: torch.Tensor) -> torch.Tensor:
     return images - 127.5
 
 
-@pytest.fixture
-def prober(stream: Stream) -> Prober:
-    return make_prober(stream)
-
-
 def make_prober(stream: Stream, tasks: str = "all", **probes) -> Prober:
     settings = {name: probe.Config() for name, probe in PROBES.items()}
     settings = {**settings, "knn_class": KnnClassConfig(k=5), **probes}
@@ -62,14 +57,9 @@ def test_labelled_images_without_test_images_are_in_that_bank_too(stream: Stream
     assert rows == [expected[0], expected[2]]
     before = make_prober(fewer).rows(nn.Flatten(), 0)["knn_class"]
     assert before == [make_prober(stream).rows(nn.Flatten(), 0)["knn_class"][0], None]
-
-
-def test_training_on_all_tasks_at_once_has_the_same_bank(stream: Stream) -> None:
-    fewer = replace(stream, eval_splits=stream.eval_splits[:2])
-    after_all, at_once = (
-        make_prober(each).rows(nn.Flatten(), len(each.tasks) - 1)["knn_class"] for each in (fewer, fewer.joint())
-    )
-    assert at_once == after_all == make_prober(stream).rows(nn.Flatten(), TASKS - 1)["knn_class"][:2]
+    fewer = replace(stream, eval_splits=stream.eval_splits[:2])  # and in that of all tasks at once
+    banks = [make_prober(each).rows(nn.Flatten(), len(each.tasks) - 1)["knn_class"] for each in (fewer, fewer.joint())]
+    assert banks == [make_prober(stream).rows(nn.Flatten(), TASKS - 1)["knn_class"][:2]] * 2
 
 
 def by_hand(stream: Stream, task: int, k: int) -> float:
@@ -83,7 +73,8 @@ def by_hand(stream: Stream, task: int, k: int) -> float:
     return 100 * float((votes.argmax(1) == test.labels[split.test]).mean())
 
 
-def test_knn_task_takes_as_many_neighbours_as_tasks_were_seen(stream: Stream, prober: Prober) -> None:
+def test_knn_task_takes_as_many_neighbours_as_tasks_were_seen(stream: Stream) -> None:
+    prober = make_prober(stream)
     assert all(by_hand(stream, task, 1) != by_hand(stream, task, 3) for task in range(TASKS))
     for after in range(TASKS):
         expected = [by_hand(stream, task, k=after + 1) for task in range(after + 1)]
@@ -94,10 +85,9 @@ def test_knn_task_takes_as_many_neighbours_as_tasks_were_seen(stream: Stream, pr
     assert untrained == pytest.approx([by_hand(stream, task, k=3) for task in range(TASKS)])
 
 
-def test_k_of_200_is_recorded_beside_it_in_one_pass(stream: Stream, prober: Prober) -> None:
+def test_k_of_200_is_recorded_beside_it_in_one_pass(stream: Stream) -> None:
     """LUMP's code has k = tasks seen since October 2022, and k = 200 before. A k that was asked for stands alone."""
-    images: list[int] = []
-    encoder = nn.Flatten()
+    images, encoder, prober = list[int](), nn.Flatten(), make_prober(stream)
     encoder.register_forward_hook(lambda module, inputs, output: images.append(len(output)))
     rows = prober.rows(encoder, 1)
     assert sum(images) == 2 * (24 + 80)  # training and test images of two tasks
@@ -126,9 +116,10 @@ def test_tasks_without_test_images_were_seen_too(stream: Stream) -> None:
     assert make_prober(last).ahead(nn.Flatten(), [2])["knn_task"] == [pytest.approx(expected[-1])]
 
 
-def test_the_future_is_the_next_task_as_the_untrained_encoder_is_tested_on_it(stream: Stream, prober: Prober) -> None:
+def test_the_future_is_the_next_task_as_the_untrained_encoder_is_tested_on_it(stream: Stream) -> None:
     expected = [by_hand(stream, task, k=task + 1) for task in range(TASKS)]
     assert len(set(expected)) == TASKS
+    prober = make_prober(stream)
     found = [prober.ahead(nn.Flatten(), [task + 1])["knn_task"] for task in range(TASKS)]
     assert found == [pytest.approx(expected[1:2]), pytest.approx(expected[2:3]), []]
     assert prober.ahead(nn.Flatten(), range(1, TASKS))["knn_task"] == pytest.approx(expected[1:])
@@ -142,9 +133,7 @@ def test_no_more_neighbours_than_the_smallest_class_has_images(stream: Stream) -
     prober = make_prober(stream, knn_task=KnnTaskConfig(k=25), knn_class=KnnClassConfig(k=200))
     assert prober.used(0) == {"knn_task": {"k": 12}, "knn_class": {"k": 12}}
     assert prober.rows(nn.Flatten(), 0)["knn_task"][0] == pytest.approx(by_hand(stream, 0, k=12))
-
-
-def test_a_small_class_sets_the_neighbours_once_it_is_seen(stream: Stream) -> None:
+    # A small class counts once it is seen.
     last = stream.eval_splits[-1]
     bank = last.bank[stream.data.train.labels[last.bank] != CLASSES - 1]
     rare = np.concatenate([bank, np.setdiff1d(last.bank, bank)[:3]])

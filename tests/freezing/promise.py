@@ -3,7 +3,7 @@
 from collections.abc import Callable
 
 import torch
-from test_freezer import images, small
+from test_freezer import images, small, snapshot
 from torch import Tensor, nn
 
 from ptlf.encoders.vit import ViT
@@ -20,15 +20,6 @@ def network(name: str, seed: int = 0) -> tuple[nn.Module, Tensor]:
         return small(seed), images(6, 16)
     torch.manual_seed(seed)
     return ViT(16, 2, 16, heads=2), images(6, 16)
-
-
-def plain(tensor: Tensor) -> Tensor:
-    """A copy; of a shard, of the whole."""
-    return (tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor).detach().clone()  # type: ignore[operator]
-
-
-def snapshot(model: nn.Module) -> dict[str, Tensor]:
-    return {key: plain(value) for key, value in model.state_dict().items()}
 
 
 def keys_of(model: nn.Module, units: list[Unit]) -> set[str]:

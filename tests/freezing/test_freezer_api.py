@@ -8,8 +8,7 @@ import torch
 import torch.nn.functional as F
 from architectures import hugging
 from promise import network as plain_network
-from promise import snapshot
-from test_freezer import OPTIMIZERS, SOME, compare, equal, gradients, images, small
+from test_freezer import OPTIMIZERS, SOME, compare, equal, gradients, images, small, snapshot
 from torch import Tensor, nn
 
 from ptlf.freezing.cost import backward_flops, format_bytes, kept_bytes, parse_bytes, state_bytes
@@ -65,7 +64,7 @@ def test_units_are_chosen_as_people_write_them():
         assert freezer.frozen == (), wanted
 
 
-def test_thawing_some_units_restores_masks_folding_and_statistics_of_those_alone():
+def test_thawing_some_units_restores_those_alone_also_after_an_error():
     model = small()
     freezer = Freezer(model)
     freezer.freeze("stages")
@@ -85,9 +84,6 @@ def test_thawing_some_units_restores_masks_folding_and_statistics_of_those_alone
     freezer.freeze("stages.1.0.conv1")
     assert patched() == everything
     assert freezer.thaw() == list(ALL[1:]) and patched() == set()
-
-
-def test_temporarily_frozen_thaws_what_it_froze_even_after_an_error():
     freezer = Freezer(small())
     freezer.freeze("stem")
     with pytest.raises(KeyError), freezer.temporarily_frozen(3) as names:
@@ -117,6 +113,7 @@ def test_timetables_freeze_and_thaw():
     by_epoch = freezer.schedule(schedule, order=ALL[::-1])
     expected = [len(by_epoch.names(epoch)) for epoch in range(10)]
     assert expected[0] == 0 and expected[-1] == len(ALL)
+    assert by_epoch.names(12) == by_epoch.names(9)
     by_epoch.at(5)
     assert set(freezer.frozen) == set(ALL[::-1][: expected[5]])
     for total in (1000, 20, 5):
@@ -148,7 +145,7 @@ def test_several_optimizers():
         Freezer(model, [1, 2])
 
 
-def test_a_state_that_replaces_the_parameters_freezes_and_thaws():
+def test_loaded_states_freeze_and_thaw_and_count_at_once_in_compiled_code():
     model, other = small(), small(1)
     freezer = Freezer(model)
     freezer.freeze(SOME)
@@ -157,9 +154,6 @@ def test_a_state_that_replaces_the_parameters_freezes_and_thaws():
     torch.testing.assert_close(model.eval()(images()), other.eval()(images()))
     freezer.thaw()
     assert all(parameter.requires_grad for parameter in model.parameters())
-
-
-def test_weights_loaded_under_compile_count_at_once():
     model, other, x = small(0), small(1).eval(), images()
     freezer = Freezer(model.eval())
     freezer.freeze("stages")
@@ -237,7 +231,7 @@ def test_the_state_of_an_optimizer_is_known_before_its_first_step(kind):
     assert expected == found == state_bytes(optimizer, list(model.parameters()))
 
 
-def test_an_estimate_takes_shapes_alone_unless_the_forward_looks_at_values():
+def test_an_estimate_takes_shapes_alone_and_leaves_no_fake_tensor_behind():
     model, x = small(), images()
     freezer = Freezer(model, OPTIMIZERS["adamw"](model.parameters()))
     estimate = freezer.estimate(3, x)
@@ -258,9 +252,6 @@ def test_an_estimate_takes_shapes_alone_unless_the_forward_looks_at_values():
     assert estimate.current.kept_bytes == kept_bytes(lambda: model(x).sum(), exclude=model.parameters())
     freezer.freeze("0")
     assert estimate.if_frozen.kept_bytes == kept_bytes(lambda: model(x).sum(), exclude=model.parameters())
-
-
-def test_an_estimate_leaves_no_fake_tensor_and_no_stale_weight_behind():
     model, other, x = small().train(), small(1), images()
     twin, freezer = copy.deepcopy(model), Freezer(model)
     with torch.autocast("cpu", torch.bfloat16):
@@ -279,7 +270,7 @@ def test_an_estimate_leaves_no_fake_tensor_and_no_stale_weight_behind():
     assert {type(value) for value in gradients(model, x.double()).values()} == {Tensor}
 
 
-def test_a_budget_freezes_as_few_units_as_make_a_step_fit(caplog):
+def test_a_budget_freezes_few_units_that_save_much(caplog):
     model, x = network("resnet", 8)
     freezer = Freezer(model.train(), torch.optim.AdamW(model.parameters()), example=x[:2])
     nothing, everything = freezer.estimate([], x).current.bytes, freezer.estimate(len(freezer.units), x).if_frozen.bytes
@@ -305,10 +296,7 @@ def test_a_budget_freezes_as_few_units_as_make_a_step_fit(caplog):
     freezer.thaw()
     with pytest.raises(ValueError, match=r"with all units frozen a step takes .*B, 1 B more than .*smaller batch"):
         freezer.budget(everything - 1, x)
-
-
-def test_which_units_a_budget_prefers():
-    """Alone the head saves the most bytes; the GELU's input is kept until both convolutions before it are frozen."""
+    # Alone the head saves the most bytes; the GELU's input is kept until both convolutions before it are frozen.
     body = [nn.Conv2d(3, 4, 1), nn.Conv2d(4, 64, 3), nn.GELU(), nn.AdaptiveAvgPool2d(4), nn.Flatten()]
     model, x = nn.Sequential(*body, nn.Linear(64 * 16, 10)), torch.randn(16, 3, 16, 16)
     freezer = Freezer(model, torch.optim.AdamW(model.parameters()))

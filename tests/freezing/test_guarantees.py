@@ -13,8 +13,8 @@ import parallel
 import pytest
 import torch
 from architectures import own
-from promise import NETWORKS, PREFIX, SCATTERED, keys_of, network, promise, snapshot
-from test_freezer import OPTIMIZERS, compare, equal, loss_of, plainly_frozen
+from promise import NETWORKS, PREFIX, SCATTERED, keys_of, network, promise
+from test_freezer import OPTIMIZERS, compare, equal, loss_of, plainly_frozen, snapshot
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.checkpoint import checkpoint

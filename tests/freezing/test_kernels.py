@@ -71,7 +71,7 @@ def test_autocast_like_pytorch(forward_inside, backward_inside):
 
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("affine", [False, True])
-def test_fold_is_layer_then_norm(affine, bias):
+def test_fold_is_layer_then_norm_in_the_weights_dtype_and_layout(affine, bias):
     torch.manual_seed(0)
     for layer, norm, shape in (
         (nn.Conv2d(4, 6, 3, groups=2, bias=bias), nn.BatchNorm2d(6, affine=affine), (2, 4, 8, 8)),
@@ -83,9 +83,6 @@ def test_fold_is_layer_then_norm(affine, bias):
         nn.init.uniform_(norm.running_var, 0.5, 2)
         norm, layer, x = norm.eval().double(), frozen(layer.double()), torch.randn(shape).double()
         torch.testing.assert_close(FrozenLayer(layer, norm)(x), norm(layer(x)), rtol=0, atol=1e-12)
-
-
-def test_fold_keeps_the_weights_dtype_and_layout():
     layer = nn.Conv2d(4, 6, 3).to(torch.bfloat16).to(memory_format=torch.channels_last)
     weight, bias = fold(layer, nn.BatchNorm2d(6))
     assert weight.dtype == bias.dtype == torch.bfloat16

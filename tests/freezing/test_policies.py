@@ -21,7 +21,7 @@ def even(**changes: Saving) -> dict[str, Saving]:
     return {name: changes.get(name, Saving(1.0, 1.0, 1)) for name in UNITS}
 
 
-def test_choices_by_hand():
+def test_choices_by_hand_and_at_random():
     """Correlation takes the highest ratios and breaks ties by depth, ascending begins at the input."""
     context = Context(UNITS, ratios=RATIOS)
     for policy, count, candidates, frozen, expected in (
@@ -34,8 +34,6 @@ def test_choices_by_hand():
     ):
         assert policy.choose(count, candidates, frozen, context) == expected, (policy, count)
 
-
-def test_random_repeats_with_its_generator_and_reaches_every_order():
     def draws(seed: int, count: int) -> list[tuple[str, ...]]:
         context = Context(UNITS, generator=torch.Generator().manual_seed(seed))
         return [tuple(Random().choose(2, UNITS, [], context)) for _ in range(count)]
@@ -44,7 +42,7 @@ def test_random_repeats_with_its_generator_and_reaches_every_order():
     assert set(draws(3, 400)) == set(itertools.permutations(UNITS, 2))
 
 
-def test_every_policy_chooses_candidates_once_and_no_more_than_asked():
+def test_every_policy_chooses_candidates_once_and_names_what_it_lacks():
     context = Context(UNITS, RATIOS, even(), torch.Generator().manual_seed(0))
     for (name, policy), count in itertools.product(POLICIES.items(), range(6)):
         chosen = policy().choose(count, ["b", "c", "d"], ["a"], context)
@@ -54,9 +52,6 @@ def test_every_policy_chooses_candidates_once_and_no_more_than_asked():
     for values in itertools.product([0.0, 0.9, 0.91], repeat=4):
         context = Context(UNITS, dict(zip(UNITS, values, strict=True)), equal)
         assert CostAware().choose(4, UNITS, [], context) == Correlation().choose(4, UNITS, [], context), values
-
-
-def test_what_is_missing_is_named():
     for policy, count, given, message in (
         (Correlation(), 2, {"ratios": {"a": 1.0}}, "ratio of unit 'b'"),
         (Correlation(), 1, {}, "ratio of unit 'a'"),

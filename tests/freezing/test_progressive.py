@@ -97,7 +97,7 @@ def test_cost_aware_needs_no_other_ratios_where_units_stay():
     assert asked[0] < asked[1]
 
 
-def test_going_on_in_the_middle_of_a_task_keeps_its_schedule():
+def test_states_in_the_middle_of_a_task_keep_its_schedule():
     whole = freezing("correlation", **NEEDED)
     expected = [frozen_by_epoch(whole, task, RATIOS[task - 1]) for task in range(4)]
     for task, epoch in itertools.product((1, 2, 3), range(EPOCHS)):
@@ -114,9 +114,6 @@ def test_going_on_in_the_middle_of_a_task_keeps_its_schedule():
             found.append("".join(second.freezer.frozen))
         assert found == expected[task][epoch:]
         assert second.log == whole.log[:task]
-
-
-def test_a_state_of_a_task_that_has_begun_stays_as_it_was():
     first, second = (freezing("correlation", **NEEDED) for _ in range(2))
     for task in range(2):
         frozen_by_epoch(first, task, RATIOS[0])

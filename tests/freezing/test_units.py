@@ -124,9 +124,7 @@ def test_the_module_is_left_exactly_as_it_was():
     assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
     assert all(not m._forward_hooks and not m._forward_pre_hooks for m in model.modules())
     assert all(parameter.grad is None for parameter in model.parameters())
-
-
-def test_nothing_of_the_forward_stays_alive():
+    # Nothing of a forward stays alive.
     alive: list[weakref.ref] = []
     model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Conv2d(4, 4, 3), nn.ReLU())
     for layer in model:

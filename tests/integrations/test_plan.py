@@ -27,9 +27,9 @@ def test_after_an_interrupted_training_the_next_one_thaws_what_was_frozen(make):
         plan.begin(model, [optimizer], None, lambda batch: model(batch).sum(), lambda: [x])
 
     begin()
-    assert plan.at(0) == ["0"]
+    assert plan.at("epoch", 0) == ["0"]
     begin()
-    assert plan.at(0) == ["0"]
-    plan.at(5)
+    assert plan.at("epoch", 0) == ["0"]
+    plan.at("epoch", 5)
     assert all(parameter.requires_grad for parameter in model.parameters())
     plan.end()

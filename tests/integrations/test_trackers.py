@@ -225,9 +225,7 @@ def test_names_are_checked(tmp_path, monkeypatch, capsys) -> None:
     listed = capsys.readouterr().out
     assert all(name in listed for name in TRACKERS)
     assert set(TRACKERS) >= set(parser.TRACKERS) == set(ALL)  # which --help and completion name
-
-
-def test_a_package_that_breaks_when_it_is_imported_is_named(tmp_path, monkeypatch) -> None:
+    # A package that breaks when it is imported is named.
     (tmp_path / "wandb.py").write_text("raise TypeError('Descriptors\\ncannot be created')")
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.delitem(sys.modules, "wandb", raising=False)

@@ -10,7 +10,7 @@ pytest.importorskip("triton")
 
 
 from ptlf.kernels import FastParts, parts
-from ptlf.kernels.heads import FusedMLP, fuse_heads
+from ptlf.kernels.norm import FusedMLP, fuse_heads
 from ptlf.objectives import MLP, each_view, mlp
 
 pytestmark = [pytest.mark.gpu(emulated=True)]

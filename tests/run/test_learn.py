@@ -31,7 +31,7 @@ from ptlf.run.folder import lock_of_run
 from ptlf.run.loop import Run
 from ptlf.run.snapshots import Snapshots
 from ptlf.run.watcher import Watcher
-from ptlf.stream import pack
+from ptlf.stream import packing
 from ptlf.stream.arrivals import arrivals, settled
 from ptlf.stream.packing import pack_folder
 from ptlf.training.checkpoint import HostCopy, read_checkpoint, write_checkpoint
@@ -270,7 +270,7 @@ class Forked:
 
 KILLS = [Forked(learner_module, "accept", late=True), Forked(Evaluator, "test_untrained")]
 KILLS += [Forked(Trainer, "step", 3), Forked(Evaluator, "test_task")]
-MORE_KILLS = [Forked(pack, "write_images"), Forked(learner_module, "accept"), Forked(Snapshots, "save_results", 3)]
+MORE_KILLS = [Forked(packing, "write_images"), Forked(learner_module, "accept"), Forked(Snapshots, "save_results", 3)]
 
 
 @pytest.mark.parametrize("kill", [*KILLS, *(pytest.param(kill, marks=pytest.mark.slow) for kill in MORE_KILLS)])
@@ -523,7 +523,7 @@ def test_a_full_disk_while_packing(run: Path, root: Path, monkeypatch) -> None:
         raise OSError(28, "full", "here")
 
     before = files_in(run)
-    monkeypatch.setattr(pack, "write_images", full)
+    monkeypatch.setattr(packing, "write_images", full)
     assert "no space left on here" in learn(run, root / "pictures" / "day2", code=2).err
     assert files_in(run) == before
 

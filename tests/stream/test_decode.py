@@ -10,7 +10,7 @@ from ptlf.stream.packing import decode_squares
 from ptlf.stream.rows import Row, list_split
 
 
-def test_sizes() -> None:
+def test_sizes_orientation_and_sixteen_bits() -> None:
     image = picture(60, 40)
     reference = np.asarray(image.resize((30, 20), Image.Resampling.BICUBIC).crop((5, 0, 25, 20)), int)
     assert np.abs(to_square(encoded(image, "PNG"), 20) - reference).max() <= 1
@@ -18,9 +18,6 @@ def test_sizes() -> None:
     assert np.array_equal(to_square(encoded(image, "PNG"), 16), np.asarray(image))
     for width, height in ((2, 3), (1, 20000)):
         assert to_square(encoded(picture(width, height), "PNG"), 8).shape == (8, 8, 3)
-
-
-def test_orientation_and_sixteen_bits() -> None:
     pixels = np.zeros((20, 40, 3), np.uint8)
     pixels[:, 20:] = 255  # left black, right white; turned clockwise: top black, bottom white
     exif = Image.Exif()

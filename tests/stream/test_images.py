@@ -143,7 +143,7 @@ def test_a_packed_set_at_another_size(tmp_path: Path) -> None:
     assert np.array_equal(small.images("train")[0], by_hand(np.array(first.images("train")[0]), 4))
 
 
-def test_folders(tmp_path: Path) -> None:
+def test_folders_and_what_is_held_out_of_each_class(tmp_path: Path) -> None:
     classes = packed(tree(tmp_path / "classes", "cat", "dog"), tmp_path, "c")
     assert (classes.folders, classes.names, classes.splits["train"].count) == ("classes", ("cat", "dog"), 6)
     day = tree(tmp_path / "day", "morning")
@@ -153,16 +153,10 @@ def test_folders(tmp_path: Path) -> None:
     assert packed(tmp_path / "classes", tmp_path, "e", labelled=False).splits["train"].count == 6
     held = packed(tmp_path / "classes", tmp_path, "f", test_fraction=1 / 3)
     assert (held.splits["train"].count, held.splits["test"].count) == (4, 2)
-
-
-def test_hold_out_is_by_class(tmp_path: Path) -> None:
     pack = packed(HuggingFace(), tmp_path, test_fraction=0.5)
     assert [pack.names[label] for label in pack.labels("test")] == ["c", "a", "f"]
     assert np.array_equal(pack.images("test"), EXPECTED[[2, 4, 5]])
-
-
-def test_test_images_of_their_own(tmp_path: Path) -> None:
-    pack = packed((PIXELS, LABELS), tmp_path, test=(PIXELS[:3], LABELS[:3]), names=None)
+    pack = packed((PIXELS, LABELS), tmp_path, "own", test=(PIXELS[:3], LABELS[:3]), names=None)
     assert pack.splits["test"].count == 3
     both = packed({"train": Pairs(Image.fromarray), "test": Pairs(Image.fromarray)}, tmp_path, "both")
     assert np.array_equal(both.labels("train"), both.labels("test"))

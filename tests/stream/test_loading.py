@@ -14,7 +14,7 @@ from ptlf.core.errors import UserError
 from ptlf.run.loop import Run
 from ptlf.stream import loading
 from ptlf.stream.loading import AHEAD, ImageSource
-from ptlf.stream.pack import Pack, write_pack
+from ptlf.stream.packing import pack_images
 from ptlf.stream.task import Images, digits
 from ptlf.training.process import Stopped
 
@@ -52,7 +52,7 @@ def test_batches_are_those_of_indexing_in_their_order(file, size: int, start: in
         np.testing.assert_array_equal(images.numpy(), PIXELS[indices.numpy()])
 
 
-def test_every_way_of_holding_images_gives_the_same(file) -> None:
+def test_every_way_of_holding_images_gives_the_same_and_memory_needs_no_threads(file) -> None:
     mapped = np.load(file, mmap_mode="r")
     ways = {"file": mapped, "part of a file": np.load(file, mmap_mode="r")[:], "memory": PIXELS}
     ways["changed in memory"] = np.load(file, mmap_mode="c")
@@ -64,9 +64,6 @@ def test_every_way_of_holding_images_gives_the_same(file) -> None:
                 for images, indices in zip(batches, shuffled(), strict=True):
                     assert torch.equal(images, source.gather(indices))
                     np.testing.assert_array_equal(images.numpy(), PIXELS[indices.numpy()])
-
-
-def test_images_in_memory_need_no_threads() -> None:
     with ImageSource(Images(PIXELS, LABELS), CPU).batches(shuffled()) as batches:
         next(batches)
         assert not readers()
@@ -157,10 +154,8 @@ def packed_run(root: Path, resident: bool, out: Path | None = None, **more) -> R
 
 @pytest.fixture
 def numbers(tmp_path) -> Path:
-    data = digits()
-    parts = {"train": data.train, "test": data.test}
-    chunks = {split: (len(part), [(part.pixels, part.labels)]) for split, part in parts.items()}
-    write_pack(Pack(tmp_path / "numbers", data.size, "classes", data.names), chunks)
+    train, test = ((part.pixels, part.labels) for part in (digits().train, digits().test))
+    pack_images(train, tmp_path / "numbers", digits().size, test=test, names=digits().names, progress=False)
     return tmp_path
 
 

@@ -4,7 +4,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -13,10 +13,12 @@ import pytest
 from ptlf.core.errors import UserError
 from ptlf.stream import pack as packing
 from ptlf.stream.disk import natural
-from ptlf.stream.pack import list_packs, open_pack, verify_pack, write_pack
-from ptlf.stream.packing import pack_folder
+from ptlf.stream.pack import list_packs, open_pack, verify_pack
+from ptlf.stream.packing import PackOptions, pack_folder, pack_images, write_squares
+from ptlf.stream.rows import ImageSplit, Row
 
 RNG = np.random.default_rng(0)
+ROWS = [Row("image", np.zeros((4, 4, 3), np.uint8), 0)] * 6
 
 
 def arrays(count: int = 6, size: int = 4) -> tuple[np.ndarray, np.ndarray]:
@@ -24,18 +26,20 @@ def arrays(count: int = 6, size: int = 4) -> tuple[np.ndarray, np.ndarray]:
 
 
 def small_pack(root: Path, name: str = "set", **options: object) -> packing.Pack:
-    return write_pack(described(root / name), {"train": (6, [arrays()])}, **options)
+    return pack_images(arrays(), root / name, 4, names=("a", "b"), progress=False, **options)
 
 
-def described(path: Path) -> packing.Pack:
-    return packing.Pack(path, size=4, folders="classes", names=("a", "b"))
+def pack_rows(path: Path, rows: Callable[[], Iterator[Row]]) -> None:
+    """Of 12 rows, as many as there are."""
+    described = packing.Pack(path, size=4, folders="classes", names=())
+    write_squares(described, {"train": ImageSplit(12, rows)}, PackOptions(progress=False))
 
 
-def test_one_chunk_and_several_give_the_same_files(tmp_path: Path) -> None:
+def test_one_batch_and_several_give_the_same_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     images, labels = arrays(7)
-    chunks = ((images[i : i + 3], labels[i : i + 3]) for i in (0, 3, 6))
-    whole = write_pack(described(tmp_path / "whole"), {"train": (7, [(images, labels)])})
-    streamed = write_pack(described(tmp_path / "streamed"), {"train": (7, chunks)})
+    whole = pack_images((images, labels), tmp_path / "whole", 4, names=("a", "b"))
+    monkeypatch.setattr("ptlf.stream.packing.BATCH", 3)
+    streamed = pack_images((images, labels), tmp_path / "streamed", 4, names=("a", "b"))
     assert whole.splits == streamed.splits
     assert np.array_equal(streamed.images("train"), images) and isinstance(streamed.images("train"), np.memmap)
     assert np.array_equal(streamed.labels("train"), labels) and streamed.labels("train").dtype == np.int64
@@ -68,31 +72,31 @@ def test_bad_names(tmp_path: Path, name: str) -> None:
 
 @pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
 def test_interrupted_pack_leaves_nothing(tmp_path: Path, error: type[BaseException]) -> None:
-    def chunks() -> Iterator[packing.Chunk]:
-        yield arrays()
-        assert any(".partial-" in name for name in os.listdir(tmp_path))
+    def rows() -> Iterator[Row]:
+        yield from ROWS
+        assert ".s.partial" in os.listdir(tmp_path)
         raise error
 
     with pytest.raises(error):
-        write_pack(described(tmp_path / "s"), {"train": (12, chunks())})
+        pack_rows(tmp_path / "s", rows)
     assert os.listdir(tmp_path) == []
 
 
 KILLED = """
 import os, signal, sys, numpy as np
 from pathlib import Path
-from ptlf.stream.pack import Pack, write_pack
-def chunks():
-    yield np.zeros((6, 4, 4, 3), np.uint8), np.zeros(6, np.int64)
-    os.kill(os.getpid(), signal.SIGKILL)
-write_pack(Pack(Path(sys.argv[1], "set"), 4, "classes", ("a",)), {"train": (12, chunks())})
+from ptlf.stream.packing import pack_images
+class Killing(list):
+    def __getitem__(self, index):
+        return super().__getitem__(index) if index < 2 else os.kill(os.getpid(), signal.SIGKILL)
+pack_images(Killing([(np.zeros((4, 4, 3), np.uint8), 0)] * 6), Path(sys.argv[1], "set"), 4)
 """
 
 
 def test_killed_pack_is_not_seen_and_is_cleared_by_the_next(tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, "-c", KILLED, str(tmp_path)], cwd=Path(packing.__file__).parents[2])
     assert done.returncode == -signal.SIGKILL
-    assert any(".partial-" in name for name in os.listdir(tmp_path))
+    assert ".set.partial" in os.listdir(tmp_path)
     assert list_packs(tmp_path) == []
     with pytest.raises(UserError, match="no packed data set"):
         open_pack(tmp_path, "set")
@@ -102,20 +106,20 @@ def test_killed_pack_is_not_seen_and_is_cleared_by_the_next(tmp_path: Path) -> N
 
 def test_killed_between_the_two_renames_gives_the_old_set_back(tmp_path: Path) -> None:
     images = np.array(small_pack(tmp_path).images("train"))
-    os.rename(tmp_path / "set", tmp_path / ".set.old-1")
+    os.rename(tmp_path / "set", tmp_path / ".set.old")
     with pytest.raises(UserError, match="already packed"):
         small_pack(tmp_path)
     assert np.array_equal(open_pack(tmp_path, "set").images("train"), images)
 
 
 def test_two_packs_of_one_name_at_once(tmp_path: Path) -> None:
-    def chunks() -> Iterator[packing.Chunk]:
+    def rows() -> Iterator[Row]:
         with pytest.raises(UserError, match=f"being packed by process {os.getpid()} on "):
             small_pack(tmp_path)
         small_pack(tmp_path, "other")
-        yield arrays()
+        yield from ROWS
 
-    write_pack(described(tmp_path / "set"), {"train": (6, chunks())})
+    pack_rows(tmp_path / "set", rows)
     assert sorted(os.listdir(tmp_path)) == ["other", "set"]
 
 

@@ -145,16 +145,9 @@ def test_kept_bytes_counts_live_storages_once_and_whole():
     assert kept_bytes(forward) == 160
 
 
-@pytest.fixture
-def clock(monkeypatch) -> list[float]:
-    """A clock that stands still: tests advance its only element, in seconds."""
-    now = [100.0]
-    monkeypatch.setattr(cost.time, "perf_counter", lambda: now[0])
-    return now
-
-
-def test_stopwatch_splits_time_without_counting_twice_also_after_an_error(clock):
-    watch = Stopwatch(CPU)
+def test_stopwatch_splits_time_without_counting_twice_also_after_an_error(monkeypatch):
+    watch, clock = Stopwatch(CPU), [100.0]
+    monkeypatch.setattr(cost.time, "perf_counter", lambda: clock[0])
     for _ in range(2):
         with watch("training"):
             clock[0] += 2
@@ -172,8 +165,5 @@ def test_stopwatch_splits_time_without_counting_twice_also_after_an_error(clock)
     with watch("evaluation"):
         clock[0] += 1
     assert watch.seconds == {"training": 2, "evaluation": 1}
-
-
-def test_peak_memory_is_not_made_up_on_the_cpu():
     reset_peak_memory(CPU)
-    assert peak_memory_bytes(CPU) is None
+    assert peak_memory_bytes(CPU) is None  # not made up

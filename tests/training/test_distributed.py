@@ -90,10 +90,6 @@ def apart(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> float
     return max(float((value - other[name]).abs().max()) for name, value in one.items()) / largest
 
 
-def test_every_objective_is_there() -> None:
-    assert {name.split()[0] for name in SYNCHRONISED} == set(OBJECTIVES)
-
-
 @pytest.mark.parametrize("name", SYNCHRONISED)
 def test_gradients_are_those_of_one_process(found, name: str) -> None:
     """At the first step of every epoch: in the first task, in the second, and after each freeze."""
@@ -143,6 +139,7 @@ def test_both_processes_hold_the_same_bits(found, name: str) -> None:
 
 def test_local_norms_see_their_share(found) -> None:
     """Batch norms that are not synchronised give other gradients, and similar running statistics."""
+    assert {name.split()[0] for name in SYNCHRONISED} == set(OBJECTIVES)
     alone, pair = found["alone"]["simsiam local"], found["first"]["simsiam local"]
     assert apart(alone["gradients"][1, 1], pair["gradients"][1, 1]) > 1e-3
     key = "encoder.1.running_mean"
@@ -212,33 +209,27 @@ def test_torchrun_restarts_and_the_run_goes_on(tmp_path) -> None:
     assert (results["status"], results["environment"]["processes"]) == ("finished", 2)
 
 
-class TestRefused:
-    @pytest.fixture
-    def three(self, monkeypatch) -> None:
-        monkeypatch.setattr(processes, "_world_size", 3)
-
-    @pytest.mark.parametrize(("batch", "told"), [(128, "choose a multiple of 3"), (3, "at least 6")])
-    def test_a_batch_that_cannot_be_shared(self, three, batch: int, told: str) -> None:
+def test_what_three_processes_cannot_share_is_refused(monkeypatch) -> None:
+    monkeypatch.setattr(processes, "_world_size", 3)
+    for batch, told in {128: "choose a multiple of 3", 3: "at least 6"}.items():
         with pytest.raises(UserError, match=told):
             check_batch(TrainingConfig(batch=batch), [1000])
-        check_batch(TrainingConfig(batch=126), [1000])
-
-    def test_one_gpu_for_all(self, three, monkeypatch) -> None:
-        monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-        monkeypatch.setenv("LOCAL_RANK", "2")
-        with pytest.raises(UserError, match="every process has its own GPU; use --device cuda"):
-            processes.local_device(torch.device("cuda:0"))
-        with pytest.raises(UserError, match="there are 2 GPUs here, too few for process 2"):
-            processes.local_device(torch.device("cuda"))
-
-
-class WithReLU(torch.nn.BatchNorm2d):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return super().forward(x).relu()
+    check_batch(TrainingConfig(batch=126), [1000])
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setenv("LOCAL_RANK", "2")
+    with pytest.raises(UserError, match="every process has its own GPU; use --device cuda"):
+        processes.local_device(torch.device("cuda:0"))
+    with pytest.raises(UserError, match="there are 2 GPUs here, too few for process 2"):
+        processes.local_device(torch.device("cuda"))
 
 
 def test_a_norm_that_does_more_is_not_replaced() -> None:
     """Such as timm's, whose forward has the activation too."""
+
+    class WithReLU(torch.nn.BatchNorm2d):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x).relu()
+
     with pytest.raises(UserError, match=r"WithReLU is no plain batch norm.*sync_batch_norm false"):
         synchronise(torch.nn.Sequential(torch.nn.Conv2d(3, 4, 1), WithReLU(4)))
     kept = torch.nn.SyncBatchNorm(4)
