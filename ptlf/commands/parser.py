@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ptlf import __version__
-from ptlf.core.words import printable, short_repr
+from ptlf.core.errors import printable, short_repr
 
 Verb = Callable[..., Callable[..., None]]  # declares a command; what it returns adds an option to it
 DEBUG = "show the traceback of every error, as PTLF_DEBUG=1 does"

@@ -11,8 +11,7 @@ from typing import Any
 
 import yaml
 
-from ptlf.core.errors import UserError
-from ptlf.core.words import printable, short_repr
+from ptlf.core.errors import UserError, printable, short_repr
 
 MAX_NUMBER = 1e30  # of a number in a record
 

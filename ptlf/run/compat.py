@@ -4,9 +4,8 @@ import json
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from ptlf.core.errors import UserError
+from ptlf.core.errors import UserError, short_repr
 from ptlf.core.reading import flatten
-from ptlf.core.words import short_repr
 
 Json = dict[str, Any]
 # Settings that may change when a run continues: its results are the same, but for rounding.

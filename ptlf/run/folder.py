@@ -12,12 +12,11 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save
 from torch import nn
 
-from ptlf.core.errors import UserError
+from ptlf.core.errors import UserError, short_repr
 from ptlf.core.files import file_digest, locked, write_error, write_whole
 from ptlf.core.reading import damaged
 from ptlf.core.registry import settings_from
 from ptlf.core.settings import as_dict
-from ptlf.core.words import short_repr
 from ptlf.run.compat import NO_EFFECT, describe_changes
 from ptlf.run.config import Config, from_dict, read_yaml
 from ptlf.run.results import RESTORE_HINT, read_results

@@ -18,11 +18,10 @@ from torch import Tensor, nn
 
 import ptlf
 from ptlf.core import processes
-from ptlf.core.errors import UserError, warn
+from ptlf.core.errors import UserError, short_repr, warn
 from ptlf.core.files import write_whole
 from ptlf.core.randomness import global_state, set_global_state
 from ptlf.core.settings import as_dict
-from ptlf.core.words import short_repr
 from ptlf.encoders import ENCODERS
 from ptlf.encoders.weights import KEY
 from ptlf.run.compat import describe_changes
