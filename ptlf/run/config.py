@@ -9,7 +9,7 @@ import yaml
 
 from ptlf import freezing
 from ptlf.core.errors import UserError
-from ptlf.core.reading import read_yaml_file
+from ptlf.core.reading import load_yaml, read_text
 from ptlf.core.registry import Registry
 from ptlf.core.settings import as_dict, build, key, section
 from ptlf.encoders import ENCODERS, EncoderConfig
@@ -76,9 +76,14 @@ def from_dict(values: Mapping[str, Any]) -> Config:
 
 def read_yaml(path: Path) -> dict[str, Any]:
     try:
-        values = read_yaml_file(path)
+        values = load_yaml(read_text(path))
     except FileNotFoundError:
         raise UserError(f"there is no configuration file {path}") from None
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        place = f", line {mark.line + 1}" if mark else ""
+        why = getattr(error, "problem", None) or str(error).splitlines()[0]
+        raise UserError(f"{path}{place} cannot be read as YAML: {why}") from None
     if not isinstance(values, dict):
         raise UserError(f"{path} must hold keys and values, as in the config.yaml of a run")
     return values

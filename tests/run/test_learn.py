@@ -20,6 +20,7 @@ import ptlf
 from ptlf import learner as learner_module
 from ptlf.cli import main
 from ptlf.core.errors import UserError
+from ptlf.core.phases import Watcher
 from ptlf.evaluation import EvaluationConfig
 from ptlf.methods import METHODS
 from ptlf.objectives import OBJECTIVES
@@ -30,7 +31,6 @@ from ptlf.run.evaluator import Evaluator
 from ptlf.run.folder import lock_of_run
 from ptlf.run.loop import Run
 from ptlf.run.snapshots import Snapshots
-from ptlf.run.watcher import Watcher
 from ptlf.stream import pack
 from ptlf.stream.arrivals import arrivals, settled
 from ptlf.stream.packing import pack_folder
