@@ -124,8 +124,8 @@ def read_results(folder: Path) -> Json:
     if not isinstance(schema, int) or isinstance(schema, bool):
         raise UserError(f"{path} is damaged: it names no schema; {RESTORE_HINT}")
     if schema != SCHEMA:
-        hint = f"convert it with `python results/convert.py {path}`" if schema < SCHEMA else "use a newer ptlf"
-        raise UserError(f"{path} has schema {short_repr(schema)}, this version reads schema {SCHEMA}; {hint}")
+        other = f"{path} has schema {short_repr(schema)}, this version reads schema {SCHEMA}"
+        raise UserError(f"{other}; use {'an older' if schema < SCHEMA else 'a newer'} ptlf")
     try:
         check_results(results)
     except DAMAGE as error:

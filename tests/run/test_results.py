@@ -52,7 +52,7 @@ def test_a_record_becomes_text_and_columns_and_comes_back() -> None:
 @pytest.mark.parametrize(
     ("text", "reason"),
     [
-        ('{"schema": 1}', "has schema 1, this version reads schema 2; convert it with `python results/convert.py {}`"),
+        ('{"schema": 1}', "has schema 1, this version reads schema 2; use an older ptlf"),
         ('{"schema": 3}', "has schema 3, this version reads schema 2; use a newer ptlf"),
         ("[]", "is damaged: it names no schema"),
         ('{"schema": 2', "is damaged: Expecting"),
