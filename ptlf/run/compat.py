@@ -13,9 +13,6 @@ MAY_CHANGE = {"device", "data_root", "log", "stream.resident", "evaluation.batch
 NO_EFFECT = MAY_CHANGE - {"evaluation.tasks"}  # on the figures of a finished run, which is not tested again
 # Runs that differ in these alone are of one configuration: they learn the same, and are tested on the same.
 NON_IDENTITY = NO_EFFECT | {"seed", "recipe", "evaluation.gallery"}
-# Methods that did not read `objective.distill_scale`, which is no more.
-WITHOUT_DISTILLING = ("finetune", "lump", "si", "der", "pnn", "pfr", "multitask")
-OLDER_LINEAR = {"enabled", "epochs", "batch", "lr", "momentum", "weight_decay"}  # settings of `probes.linear`
 
 
 def upgrade_settings(config: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -28,23 +25,18 @@ def upgrade_settings(config: Mapping[str, Any]) -> Mapping[str, Any]:
         value = config.get(name)
         return value if isinstance(value, dict) else {"name": value} if isinstance(value, str) else {}
 
-    freezing, objective, probes, views = map(section, ("freezing", "objective", "probes", "views"))
+    freezing, objective, probes = map(section, ("freezing", "objective", "probes"))
     if freezing.get("ratios") in ("needed", "all"):  # both gave the same choices
         del freezing["ratios"]
     if freezing.get("stream_final", ...) is None:
         del freezing["stream_final"]
-    if objective.get("name") == "barlow_twins" and "distill_scale" in objective:  # `scale` now
+    if objective.get("name") == "barlow_twins" and "distill_scale" in objective:  # `scale` now; only CaSSLe read it
         same = objective["distill_scale"] == objective.get("scale", 1.0)
-        if same or section("method").get("name") in WITHOUT_DISTILLING:
+        if same or section("method").get("name") != "cassle":
             del objective["distill_scale"]
-    linear, ridge = probes.get("linear"), probes.get("ridge")
+    ridge = probes.get("ridge")
     if "ridge" in probes and not (isinstance(ridge, Mapping) and ridge.get("enabled")):  # this probe is no more
         del probes["ridge"]
-    if isinstance(linear, Mapping) and linear.get("enabled") is True and linear.keys() == OLDER_LINEAR:
-        probes["linear"] = {**linear, "standardise": False}  # as the version did that did not know this setting
-    tiny = section("stream").get("name") == "split-tinyimagenet" and views.get("size") in (None, 64)
-    if tiny and views.get("memory", "memory") == "memory":  # its statistics no longer follow from 64 px
-        config["views"] = {**views, "memory": "memory-tinyimagenet"}
     return config
 
 
@@ -57,8 +49,9 @@ ADDED: Mapping[str, Any] = {
     "evaluation.tasks": "all",
     "freezing.thaw": "all",
     "memory.images": None,
-    "probes.linear.standardise": True,  # of runs without this probe; see `upgrade_settings` for others
+    "probes.linear.standardise": True,  # of runs without this probe
     "training.clip": None,
+    "training.head_lr": None,
 }
 
 

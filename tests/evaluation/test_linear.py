@@ -5,12 +5,9 @@ import yaml
 from conftest import run_cli
 from sklearn.linear_model import LogisticRegression
 
-from ptlf.core.settings import as_dict
 from ptlf.evaluation.probes import Linear, LinearConfig, linear_fit
-from ptlf.run.compat import upgrade_settings
 from ptlf.run.evaluate import evaluate_run
 from ptlf.run.loop import Run
-from ptlf.run.recipes import recipe
 
 
 def noisy_linear(count: int, seed: int, classes: int = 5, dim: int = 24) -> tuple[torch.Tensor, torch.Tensor]:
@@ -56,14 +53,6 @@ def test_linear_probe_is_sgd_whose_rate_drops_twice(data) -> None:
             weight = weight - rate * velocity
     np.testing.assert_allclose(fitted.T.numpy(), weight[:-1], atol=1e-5)
     np.testing.assert_allclose(bias.numpy(), weight[-1], atol=1e-5)
-
-
-def test_a_record_of_an_older_version_says_that_its_linear_probe_did_not_standardise() -> None:
-    older = as_dict(LinearConfig(enabled=True))
-    del older["standardise"]
-    for settings, standardises in ((older, False), ({"enabled": True}, None), (older | {"enabled": False}, None)):
-        assert upgrade_settings({"probes": {"linear": settings}})["probes"]["linear"].get("standardise") is standardises
-    assert recipe("imagenet100/barlow_twins/lump")["probes"]["linear"]["standardise"] is False
 
 
 def test_linear_probe_repeats_and_draws_from_its_own_generator(data) -> None:
