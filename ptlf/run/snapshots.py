@@ -89,19 +89,16 @@ class Snapshots:
     def check_finite(self) -> None:
         """Nothing continues, and nothing is saved, with losses or weights that are not finite, nor with losses that no
         record may hold."""
-        at = self.progress.position
-        bad = self.progress.epoch_state.first_bad() if self.progress.epoch_state else None
+        at, state = self.progress.position, self.progress.epoch_state
+        bad = state.first_bad() if state else None
         if bad is None and are_finite([self.components.model, self.components.method]):
             return
-        step = bad[0] + 1 if bad else at.step
-        what = f"loss became {bad[1]}" if bad else "weights are no longer finite"
+        step, what = (bad[0] + 1, f"loss became {bad[1]}") if bad else (at.step, "weights are no longer finite")
         if self.checkpoints:
             self.checkpoints.finish()
-        raise UserError(
-            f"the {what} in task {at.task + 1}, epoch {at.epoch + 1}, step {step}; "
-            f"{f'the last good checkpoint is {self.last}' if self.last else 'there is no checkpoint yet'}; "
-            "try a lower --training.lr or --training.precision fp32"
-        )
+        where = f"the {what} in task {at.task + 1}, epoch {at.epoch + 1}, step {step}"
+        last = f"the last good checkpoint is {self.last}" if self.last else "there is no checkpoint yet"
+        raise UserError(f"{where}; {last}; try a lower --training.lr or --training.precision fp32")
 
     def state_dict(self) -> dict[str, Any]:
         """All that has changed since the run was built, as plain values and tensors."""
@@ -159,11 +156,8 @@ class Snapshots:
         check_same_run(state, parts, self.images_begun(min(state["position"]["task"], state["tasks"] - 1)))
         threads, now = state.get("threads"), torch.get_num_threads()
         if parts.device.type == "cpu" and threads not in (None, now):  # they share a sum among them
-            differ = "results may differ in the last bits from those of a run that was not stopped"
-            warn(
-                f"the checkpoint is of {threads} CPU threads, and now there are {now}: "
-                f"{differ}; set OMP_NUM_THREADS={threads} for the same bits"
-            )
+            differ = f"the checkpoint is of {threads} CPU threads, and now there are {now}: the last bits may differ"
+            warn(f"{differ} from a run that was not stopped; set OMP_NUM_THREADS={threads} for the same bits")
         return state
 
     def images_begun(self, task: int) -> Images:
@@ -219,7 +213,7 @@ class Snapshots:
         """What `results.json` holds."""
         parts, record, stream = self.components, self.record, self.components.stream
         arrived, config = stream.arrived, as_dict(parts.config)
-        here = environment(parts.device) | parts.trainer.arithmetic() | {"processes": processes.world_size()}
+        here = parts.trainer.arithmetic() | {"processes": processes.world_size()}
         return {
             "schema": SCHEMA,
             "ptlf_version": ptlf.__version__,
@@ -229,7 +223,7 @@ class Snapshots:
             "uses_labels": parts.model.objective.needs_labels,
             "status": "running" if self.progress.status == "new" else self.progress.status,
             "config": config,
-            "environment": here,
+            "environment": environment(parts.device) | here,
             "encoder_weights": as_dict(parts.weights) if parts.weights else None,
             "seed": parts.config.seed,
             "class_order": list(stream.class_order),
