@@ -13,33 +13,6 @@ MAY_CHANGE = {"device", "data_root", "log", "stream.resident", "evaluation.batch
 NO_EFFECT = MAY_CHANGE - {"evaluation.tasks"}  # on the figures of a finished run, which is not tested again
 # Runs that differ in these alone are of one configuration: they learn the same, and are tested on the same.
 NON_IDENTITY = NO_EFFECT | {"seed", "recipe", "evaluation.gallery"}
-
-
-def upgrade_settings(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The settings as this version says them; what it cannot say is left, for others to refuse."""
-    if not isinstance(config, Mapping):
-        return config
-    config = {name: dict(value) if isinstance(value, Mapping) else value for name, value in config.items()}
-
-    def section(name: str) -> Json:
-        value = config.get(name)
-        return value if isinstance(value, dict) else {"name": value} if isinstance(value, str) else {}
-
-    freezing, objective, probes = map(section, ("freezing", "objective", "probes"))
-    if freezing.get("ratios") in ("needed", "all"):  # both gave the same choices
-        del freezing["ratios"]
-    if freezing.get("stream_final", ...) is None:
-        del freezing["stream_final"]
-    if objective.get("name") == "barlow_twins" and "distill_scale" in objective:  # `scale` now; only CaSSLe read it
-        same = objective["distill_scale"] == objective.get("scale", 1.0)
-        if same or section("method").get("name") != "cassle":
-            del objective["distill_scale"]
-    ridge = probes.get("ridge")
-    if "ridge" in probes and not (isinstance(ridge, Mapping) and ridge.get("enabled")):  # this probe is no more
-        del probes["ridge"]
-    return config
-
-
 # Settings that records of older versions do not have, with the value that does what these versions did.
 ADDED: Mapping[str, Any] = {
     "encoder.weights": None,
@@ -63,7 +36,7 @@ def is_among(name: str, names: Collection[str]) -> bool:
 def identity_settings(config: Mapping[str, Any]) -> Json:
     """The settings that runs of several seeds, on any machine, have in common, by dotted key. One that a record of an
     older version does not have has the value that does what that version did."""
-    settings = {**ADDED, **flatten(upgrade_settings(config))}
+    settings = {**ADDED, **flatten(config)}
     return {key: value for key, value in settings.items() if not is_among(key, NON_IDENTITY)}
 
 
@@ -101,18 +74,16 @@ def other_images(mine: Json, theirs: Json) -> str:
     """Of two records: the first task that arrived in both and has other images, in words; empty if there is none."""
     pairs = zip(arrived_tasks(mine), arrived_tasks(theirs), strict=False)
     for number, ((name, checksum), (their_name, their_checksum)) in enumerate(pairs, start=1):
-        known = checksum and their_checksum  # not in records of older versions
-        if checksum != their_checksum if known else name != their_name:
+        if checksum != their_checksum:
             same = f"{name} has others in each" if name == their_name else f"{name} and {their_name}"
             return f"number {number} of those that arrived: {same}"
     return ""
 
 
-def arrived_tasks(results: Json) -> list[tuple[str, str | None]]:
+def arrived_tasks(results: Json) -> list[tuple[str, str]]:
     """Name and checksum of the tasks that `ptlf learn` brought. Streams of a name and settings have the same images."""
-    count = results.get("arrived", 0)
-    names = [str(name) for name in results["tasks"][-count:]] if count else []
-    return list(zip(names, results.get("arrived_sha256") or [None] * count, strict=True))
+    sums = results.get("arrived_sha256") or []
+    return list(zip(map(str, results["tasks"][-len(sums) :]), sums, strict=False))
 
 
 def describe_difference(mine: Json, theirs: Json) -> str:

@@ -18,7 +18,6 @@ from ptlf.freezing import Policy, PolicyConfig
 from ptlf.integrations.trackers import TRACKERS
 from ptlf.methods import METHODS, MemoryConfig, MethodConfig
 from ptlf.objectives import OBJECTIVES, ObjectiveConfig
-from ptlf.run.compat import upgrade_settings
 from ptlf.stream import STREAMS, StreamConfig
 from ptlf.training.checkpoint import CheckpointConfig
 from ptlf.training.distributed import DistributedConfig
@@ -70,8 +69,8 @@ class Config:
 
 
 def from_dict(values: Mapping[str, Any]) -> Config:
-    """A checked configuration, of this or an older version."""
-    return build(Config, upgrade_settings(values))
+    """A checked configuration."""
+    return build(Config, values)
 
 
 def read_yaml(path: Path) -> dict[str, Any]:

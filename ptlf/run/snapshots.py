@@ -126,23 +126,22 @@ class Snapshots:
     def load_state_dict(self, state: Json) -> None:
         """Into components as they were built, with the same settings, and maybe more tasks. Looks at the gallery that
         are there stay."""
-        parts, progress, epoch = self.components, self.progress, state.get("epoch_state")
+        parts, progress, epoch = self.components, self.progress, state["epoch_state"]
         parts.model.load_state_dict(state["model"], strict=False)  # methods that grow lack what comes later
         parts.method.load_state_dict(state["method"])
         load_optimizer_state(parts.trainer.optimizer, state, self.parameter_names())
-        freezing = {key: value for key, value in state["freezing"].items() if value is not None}
-        parts.freezing.load_state_dict({"ratios": None, **freezing})
+        parts.freezing.load_state_dict(state["freezing"])
         parts.random.load_state_dict(state["random"])
         set_global_state(state["torch_random"], parts.device)
         if epoch is not None:
             losses = {name: values.to(parts.device) for name, values in epoch["losses"].items()}
             progress.epoch_state = EpochState(epoch["order"], epoch["steps"], epoch["views"], losses)
         progress.task, progress.epoch = state["position"]["task"], state["position"]["epoch"]
-        progress.ended = state.get("ended") or False
+        progress.ended = state["ended"]
         self.clock.add(state["clock"])
         if parts.gallery:
             parts.gallery.looks = parts.gallery.looks or state["looks"]
-        self.record.load_state_dict(state["record"])
+        vars(self.record).update(state["record"])
         self.record.widen(len(parts.stream.eval_splits))
 
     def read(self) -> Json | None:
@@ -151,11 +150,9 @@ class Snapshots:
         state = processes.broadcast_object(self.checkpoints.load() if self.checkpoints else None)
         if state is None:
             return None
-        if "settings" not in state:
-            raise UserError(f"{self.last} was written by an older version of ptlf; resume with that version")
         check_same_run(state, parts, self.images_begun(min(state["position"]["task"], state["tasks"] - 1)))
-        threads, now = state.get("threads"), torch.get_num_threads()
-        if parts.device.type == "cpu" and threads not in (None, now):  # they share a sum among them
+        threads, now = state["threads"], torch.get_num_threads()
+        if parts.device.type == "cpu" and threads != now:  # they share a sum among them
             differ = f"the checkpoint is of {threads} CPU threads, and now there are {now}: the last bits may differ"
             warn(f"{differ} from a run that was not stopped; set OMP_NUM_THREADS={threads} for the same bits")
         return state

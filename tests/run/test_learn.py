@@ -239,19 +239,14 @@ def test_a_checkpoint_that_is_refused_leaves_the_run_as_it_was(tmp_path: Path) -
     run = tmp_path / "run"
     ptlf.Learner.new(config(evaluation__gallery=True), run).learn(noise(40, 0), "monday", watcher=QUIET)
     newest = run / "checkpoints" / "after-task01.ckpt"
-    refusals = {
-        "does not fit the encoder": lambda stored: stored["model"].clear(),
-        "was written by an older version of ptlf": lambda stored: stored.pop("settings"),
-    }
-    for told, change in refusals.items():
-        stored = read_checkpoint(newest)
-        change(stored)
-        write_checkpoint(newest, HostCopy(stored))
-        before = files_in(run)
-        with pytest.raises(UserError, match=told):
-            learner = ptlf.Learner.load(run, trust_code=True, evaluation={"tasks": "last:1"})
-            learner.learn(noise(40, 1), "tuesday", watcher=QUIET)
-        assert files_in(run) == before, told
+    stored = read_checkpoint(newest)
+    stored["model"].clear()
+    write_checkpoint(newest, HostCopy(stored))
+    before = files_in(run)
+    learner = ptlf.Learner.load(run, trust_code=True, evaluation={"tasks": "last:1"})
+    with pytest.raises(UserError, match="does not fit the encoder"):
+        learner.learn(noise(40, 1), "tuesday", watcher=QUIET)
+    assert files_in(run) == before
 
 
 class Forked:

@@ -77,24 +77,10 @@ def test_the_protocols_of_lump_and_cassle_and_rows_of_the_paper() -> None:
     assert from_dict(recipe("split-cifar100/simsiam/pnn")).method.width == 12 / 64
 
 
-def test_settings_of_older_versions() -> None:
-    def old(objective: dict[str, Any], **sections: Any) -> dict[str, Any]:
-        return {"objective": {"name": "barlow_twins", **objective}, **sections}
-
-    same = from_dict(old({"scale": 1.0}, method="lump"))
-    for objective in ({"scale": 1.0, "distill_scale": 0.1}, {"distill_scale": 0.1}):  # which only CaSSLe looked at
-        assert from_dict(old(objective, method="lump")) == same
-        assert compat.identity_key(old(objective, method={"name": "lump"})).count("distill_scale") == 0
-        with pytest.raises(UserError, match=r"objective\.distill_scale"):  # it would distil ten times as strongly
-            from_dict(old(objective, method="cassle"))
-    assert from_dict(old({"scale": 0.1, "distill_scale": 0.1}, method="cassle")).objective.scale == 0.1
-
-
 def test_kept_runs_are_of_todays_recipes_and_settings() -> None:
-    """All that `python -m reproduction` looks for among the records, those with settings that are no more included."""
+    """All that `python -m reproduction` looks for among the records."""
     records = [read_results(path.parent) for path in RESULTS.glob("split-*-seed?/results.json")]
     kept = kept_runs([RESULTS])
-    assert any("distill_scale" in record["config"]["objective"] for record in records)
     for record in records:
         config = resolve_config(record["config"]["recipe"], None, [])
         assert record["seed"] in kept[compat.identity_key(as_dict(config))], record["name"]
