@@ -188,7 +188,6 @@ def embed_images(
     batch: int = 256,
     device: str = "auto",
     on_error: str = "refuse",
-    progress: bool = True,
     trust_code: bool = False,
 ) -> tuple[int, int, list[dict[str, str]]]:
     """Write the features of any number of images; names begin with their path if there are several paths. Returns how
@@ -204,7 +203,7 @@ def embed_images(
     skipped: list[dict[str, str]] = []
     total = 0
     with (
-        progress_bar(f"embedding with {folder.name}", sum(split.count for _, split in splits), progress) as advance,
+        progress_bar(f"embedding with {folder.name}", sum(split.count for _, split in splits), True) as advance,
         whole_file(out) as file,
     ):
         writer = WRITERS[out.suffix](file, encoder.feature_dim)
