@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 SCALES = {"MiB": 2**20, "T": 1e12, "G": 1e9}  # of the recorded value; 1 for other units
 WITHIN, AMONG = "within the task", "among all classes"
 LATER = "mean after task 1"
-PROBES = {"knn": "kNN", "linear": "linear", "ridge": "ridge"}
+PROBES = {"knn": "kNN", "linear": "linear"}
 OVER_SEEDS = "±: half the width of the 95 % t interval over the seeds"  # beside a mean
 RATIOS = "×: geometric mean of the ratios by seed"
 MEMORY = (

@@ -56,7 +56,7 @@ def view(snapshot: Snapshot) -> Text:
     values = [f"{name} {value}" for name, value in last.get("loss", {}).items()]
     values += [f"{last['views_per_second']:,.0f} views/s"] if "views_per_second" in last else []
     values += [f"{last.get('frozen', 0)}/{len(results['units'])} frozen"]
-    rows = [f"{results['name']}, seed {results.get('seed')}: {snapshot.status}, on {where}", place]
+    rows = [f"{results['name']}, seed {results['seed']}: {snapshot.status}, on {where}", place]
     rows += [", ".join(values) if lines else "no epoch finished yet"]
     for probe, found in results["probes"].items():
         if found["matrix"]:

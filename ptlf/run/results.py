@@ -50,12 +50,12 @@ EVENT = {"epoch": PLACE, "frozen": [str]}
 RATIOS_OF_TASK = {**optional({"*": RATIOS}, "ratios_by_epoch"), **optional(RATIOS, "directions")}
 SECONDS = [f"{name}_seconds" for name in ("learning", "correlation", "rebuild", "eval", "checkpoint", "measuring")]
 BYTES = ("kept_bytes", "mean_kept_bytes", "peak_memory_bytes", "last_peak_memory_bytes")
-FEATURES = [{"task": PLACE, "images?": COUNT, "effective_rank": NUMBER, "spread": NUMBER}]
+FEATURES = [{"task": PLACE, "images": COUNT, "effective_rank": NUMBER, "spread": NUMBER}]
 KNOWN: Json = {"before": NUMBER, "after": [NUMBER], **optional(NUMBER, "accuracy", "lost")}
 RESULTS: Json = {
     **{"status": str, "name": str, "class_order": NAMES, "tasks": NAMES, "eval_splits": NAMES, "units": [str]},
     **optional(bool, "baseline", "uses_labels", "own_encoder"),
-    **{"seed?": int, "arrived?": COUNT, "test_images?": [(0, 10**9)], "arrived_sha256?": [str]},
+    **{"seed": int, "arrived?": COUNT, "test_images?": [(0, 10**9)], "arrived_sha256?": [str]},
     "environment": {"*": (str, *NUMBER, bool, type(None))},
     "config": {
         **{"stream": {"name": str}, "encoder": {"name": str}, "objective": {"name?": str}, "method": {"name?": str}},
@@ -201,8 +201,15 @@ def read_lines(path: Path) -> tuple[list[Json], int]:
 
 
 def epoch_lines(results: Json) -> list[Json]:
-    """A dictionary per epoch, as in metrics.jsonl but for `newly_frozen`, which the freezing log has."""
-    return to_lines(results["cost"]["per_epoch"])
+    """A dictionary per epoch, as in metrics.jsonl but for `newly_frozen`, which the freezing log has. A loss of None
+    was not computed in that epoch, and is left out."""
+    columns: Json = results["cost"]["per_epoch"]
+    losses = columns.get("loss") or {}
+    plain = {key: values for key, values in columns.items() if key != "loss"}
+    lines: list[Json] = [dict(zip(plain, values, strict=True)) for values in zip(*plain.values(), strict=True)]
+    for place, line in enumerate(lines):
+        line["loss"] = {name: values[place] for name, values in losses.items() if values[place] is not None}
+    return lines
 
 
 def to_columns(lines: Sequence[Json]) -> Json:
@@ -213,16 +220,6 @@ def to_columns(lines: Sequence[Json]) -> Json:
         nested = any(isinstance(value, dict) for value in values)
         columns[key] = to_columns([value or {} for value in values]) if nested else values
     return columns
-
-
-def to_lines(columns: Json) -> list[Json]:
-    """The lines that gave these columns. A loss that is None was not computed in that epoch, and is left out."""
-    losses = columns.get("loss") or {}
-    plain = {key: values for key, values in columns.items() if key != "loss"}
-    lines: list[Json] = [dict(zip(plain, values, strict=True)) for values in zip(*plain.values(), strict=True)]
-    for place, line in enumerate(lines):
-        line["loss"] = {name: values[place] for name, values in losses.items() if values[place] is not None}
-    return lines
 
 
 def compiling_seconds(results: Json) -> float:

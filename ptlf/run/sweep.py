@@ -31,6 +31,10 @@ class Planned:
     config: Config
     folder: Path
 
+    @property
+    def begun(self) -> bool:
+        return (self.folder / "config.yaml").exists()
+
 
 def plan(
     recipes: Sequence[str], seeds: Sequence[int], out: Path, overrides: Sequence[str], tell: Tell = lambda line: None
@@ -48,7 +52,7 @@ def plan(
 
 def describe_runs(done: int, missing: Sequence[Planned]) -> str:
     """Such as "8 runs: 3 done, 1 to resume, 4 pending"."""
-    begun, total = sum((run.folder / "config.yaml").exists() for run in missing), done + len(missing)
+    begun, total = sum(run.begun for run in missing), done + len(missing)
     numbers = {"done": done, "to resume": begun, "pending": len(missing) - begun}
     parts = ", ".join(f"{number} {what}" for what, number in numbers.items() if number)
     return f"{total} run{'s' * (total != 1)}{': ' * bool(parts)}{parts}"

@@ -8,7 +8,7 @@ import pytest
 
 from ptlf.core.errors import UserError
 from ptlf.run import record
-from ptlf.run.results import compiling_seconds, read_results, to_columns, to_json, to_lines
+from ptlf.run.results import compiling_seconds, epoch_lines, read_results, to_columns, to_json
 
 
 def test_a_changed_tree_is_marked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -42,11 +42,10 @@ def test_a_record_becomes_text_and_columns_and_comes_back() -> None:
     columns = to_columns(lines)
     losses = {"ssl": [0.5, "nan", None], "distill": [None, 0.25, None]}
     assert columns == {"task": [1, 2, 2], "peak": [None, 7, 8], "loss": losses}
-    assert to_lines(columns) == lines
-    assert to_lines(to_columns([])) == []
-    assert to_lines(to_columns([{"task": 1, "loss": {}}])) == [{"task": 1, "loss": {}}]
+    for some in (lines, [], [{"task": 1, "loss": {}}]):
+        assert epoch_lines({"cost": {"per_epoch": to_columns(some)}}) == some
     with pytest.raises(ValueError, match="shorter"):
-        to_lines({"task": [1, 2], "epoch": [1]})
+        epoch_lines({"cost": {"per_epoch": {"task": [1, 2], "epoch": [1]}}})
 
 
 @pytest.mark.parametrize(
