@@ -34,9 +34,8 @@ def read_snapshot(folder: Path) -> Snapshot:
     holder, alive = lock_holder(folder / ".lock")  # before the results: a run writes its end, and then lets go
     results = read_results(folder)
     status = "killed" if results["status"] == "running" and alive is False else results["status"]
-    lines, _ = read_lines(folder / "metrics.jsonl")
-    if status == "finished":  # of runs that are kept, often only the results are
-        lines = epoch_lines(results)
+    # Of runs that are kept, often only the results are.
+    lines = epoch_lines(results) if status == "finished" else read_lines(folder / "metrics.jsonl")
     return Snapshot(folder, results, lines, holder, alive, status)
 
 

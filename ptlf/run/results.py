@@ -3,6 +3,7 @@
 
 import json
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -182,22 +183,15 @@ def check_results(results: Json) -> None:
         raise ValueError(f"an epoch is later than the {epochs} of config.training.epochs")
 
 
-def read_lines(path: Path) -> tuple[list[Json], int]:
-    """The epochs in a metrics.jsonl, and how many lines are not of the shape. Only whole lines: the last one may still
-    be on its way."""
-    try:
-        text = read_text(path)
-    except FileNotFoundError:
-        return [], 0
-    lines, skipped = [], 0
-    for raw in text.split("\n")[:-1]:
-        try:
+def read_lines(path: Path) -> list[Json]:
+    """The epochs in a metrics.jsonl: of whole lines, since the last one may still be on its way, and of the shape."""
+    lines = []
+    for raw in read_text(path).split("\n")[:-1] if path.exists() else ():
+        with suppress(*DAMAGE):
             line = parse_json(raw)
             check_shape(line, LINE)
             lines.append(line)
-        except DAMAGE:
-            skipped += 1
-    return lines, skipped
+    return lines
 
 
 def epoch_lines(results: Json) -> list[Json]:
