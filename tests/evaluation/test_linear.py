@@ -98,14 +98,10 @@ def test_the_command_takes_a_probe(run_copy) -> None:
     assert "unknown probe 'knn'; did you mean" in run_cli("evaluate", run_copy, "--probe", "knn", code=2).err
 
 
-def test_the_probe_of_version_0_2_that_is_gone(run_copy) -> None:
-    """Its settings are left out where it was off; else the probes that there are are named."""
+def test_a_probe_that_is_gone_is_refused_with_those_that_there_are(run_copy) -> None:
     path = run_copy / "config.yaml"
     settings = yaml.safe_load(path.read_text())
-    settings["probes"]["ridge"] = {"enabled": False, "penalty": 1e-3}
-    path.write_text(yaml.safe_dump(settings))
-    run_cli("evaluate", run_copy)
-    settings["probes"]["ridge"]["enabled"] = True
+    settings["probes"]["ridge"] = {"enabled": True, "penalty": 1e-3}
     path.write_text(yaml.safe_dump(settings))
     for words in ([], ["--probe", "ridge"]):
         error = run_cli("evaluate", run_copy, *words, code=2).err
