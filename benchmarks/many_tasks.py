@@ -22,9 +22,9 @@ import numpy as np
 import torch
 
 from ptlf import Learner
+from ptlf.core.phases import Watcher
 from ptlf.run.record import environment, source_commit
 from ptlf.run.results import write_json
-from ptlf.run.watcher import Watcher
 
 ROOT = Path(__file__).parent.parent
 FIGURES, PICTURE = ROOT / "results/bench/many-tasks-cpu.json", ROOT / "docs/pictures/many-tasks.png"

@@ -2,7 +2,7 @@
 
 from rich.console import Console
 
-from ptlf.core.words import clipped
+from ptlf.core.errors import clipped
 from ptlf.report.measures import COSTS, Measure
 from ptlf.report.runs import split_prefix
 from ptlf.report.tables import new_table, note

@@ -23,6 +23,7 @@ from benchmarks.timing import Row, noise_for, save_rows, time_steps
 from ptlf.commands.parser import bounded
 from ptlf.commands.train import check_alone
 from ptlf.core.errors import UserError
+from ptlf.core.phases import Watcher
 from ptlf.core.settings import as_dict
 from ptlf.report.live import Live, console, tell
 from ptlf.run.build import make_stream
@@ -32,7 +33,6 @@ from ptlf.run.loop import Run
 from ptlf.run.recipes import name_of, resolve_config
 from ptlf.run.results import compiling_seconds, epoch_lines, read_results
 from ptlf.run.sweep import train_one_of_many
-from ptlf.run.watcher import Watcher
 from ptlf.stream import Stream
 from ptlf.training.engine import CapturedEngine
 

@@ -12,9 +12,8 @@ from importlib import import_module
 from pathlib import Path
 
 from ptlf.commands.parser import make_parser, parse_words
-from ptlf.core.errors import UserError, logger
+from ptlf.core.errors import UserError, logger, printable, short_repr
 from ptlf.core.registry import working_folder_on_path
-from ptlf.core.words import printable, short_repr
 from ptlf.training.process import Stopped
 
 

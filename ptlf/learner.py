@@ -14,6 +14,7 @@ import numpy as np
 from torch import nn
 
 from ptlf.core.errors import UserError, info, warn
+from ptlf.core.phases import Watcher
 from ptlf.core.reading import flatten
 from ptlf.core.registry import settings_from
 from ptlf.core.settings import as_dict, merge, nested
@@ -28,7 +29,6 @@ from ptlf.run.inference import LoadedEncoder, load_encoder
 from ptlf.run.loop import Run
 from ptlf.run.recipes import name_of, recipe, with_stored_encoder
 from ptlf.run.results import read_results
-from ptlf.run.watcher import Watcher
 from ptlf.stream.arrivals import accept, arrivals, check_watched, clear, pack_incoming, settled, task_name
 from ptlf.stream.decode import Fit
 from ptlf.stream.disk import subfolders

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from benchmarks.planning import work
 from ptlf.core.errors import UserError
+from ptlf.core.phases import Watcher
 from ptlf.core.registry import settings_from
 from ptlf.core.settings import as_dict
 from ptlf.run.compat import NON_IDENTITY, describe_changes, identity_key
@@ -14,7 +15,6 @@ from ptlf.run.folder import all_text
 from ptlf.run.recipes import resolve_config
 from ptlf.run.results import Json, read_results
 from ptlf.run.sweep import Planned, Tell, train_all
-from ptlf.run.watcher import Watcher
 from ptlf.stream import STREAMS
 from ptlf.stream.pack import data_root
 from reproduction.tables import Cell, Table

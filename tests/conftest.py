@@ -19,13 +19,12 @@ from PIL import Image
 from torch import nn
 
 from ptlf.cli import main, show_messages
-from ptlf.core.phases import Advance
+from ptlf.core.phases import Advance, Watcher
 from ptlf.core.settings import merge, nested
 from ptlf.encoders.resnet import BasicBlock, ResNet
 from ptlf.run.config import Config, from_dict
 from ptlf.run.loop import Run
 from ptlf.run.recipes import recipe
-from ptlf.run.watcher import Watcher
 
 QUICK = [
     "--stream.groups", "[[0, 1], [2, 3]]", "--encoder.name", "conftest:tiny_encoder", "--training.epochs", "1",

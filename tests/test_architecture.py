@@ -24,7 +24,7 @@ FORBIDDEN = {
     "report": set(ROOMS) - {"core", "run", "report"},
 }
 FORBIDDEN |= {name: {"kernels"} for name in ("integrations", "learner", "commands", "cli")}
-REPORT_READS = {"ptlf.run." + name for name in ("compat", "results", "watcher")}
+REPORT_READS = {"ptlf.run." + name for name in ("compat", "results")}
 MAX_LINES = 400
 
 

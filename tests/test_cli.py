@@ -219,9 +219,6 @@ def test_wrong_words() -> None:
         "trian": "invalid choice",
         "train": "--out",
         "data list --fast": "unexpected argument '--fast'; see `ptlf data list --help`",
-        "bench --steps 3": "`ptlf bench` is now `python benchmarks/step.py`",
-        "frontier": "`ptlf frontier` is now `python benchmarks/frontier.py`",
-        "reproduce main": "`ptlf reproduce` is now `python -m reproduction`",
         "list method": "unknown family 'method'; did you mean 'methods'?",
     }.items():
         assert why in refused(*words.split())

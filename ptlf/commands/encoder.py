@@ -9,9 +9,9 @@ from ptlf.evaluation import PROBES
 from ptlf.report.intervals import RANDOM, images_of_mean, start_of, worsened
 from ptlf.report.live import console, tell
 from ptlf.report.tables import show_matrix
-from ptlf.run.embedding import embed_images
 from ptlf.run.evaluate import evaluate_run, may_change
 from ptlf.run.export import export_run
+from ptlf.run.inference import embed_images
 from ptlf.run.recipes import resolve_config
 from ptlf.run.results import read_results, refuse_folder_of_runs
 from ptlf.stream.packing import OnError

@@ -12,14 +12,12 @@ from pathlib import Path
 from typing import Any
 
 from ptlf import __version__
-from ptlf.core.words import printable, short_repr
+from ptlf.core.errors import printable, short_repr
 
 Verb = Callable[..., Callable[..., None]]  # declares a command; what it returns adds an option to it
 DEBUG = "show the traceback of every error, as PTLF_DEBUG=1 does"
 TRACKERS = ("tensorboard", "wandb")
 FITS = ("crop", "squash", "pad")
-# Commands of before, and the programs that they are now.
-MOVED = {"reproduce": "-m reproduction", "bench": "benchmarks/step.py", "frontier": "benchmarks/frontier.py"}
 
 
 class Parser(argparse.ArgumentParser):
@@ -46,8 +44,6 @@ class Parser(argparse.ArgumentParser):
 def parse_words(parser: Parser, words: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
     """The options of the command that the words begin with, and words that have no place. Without a command: help, an
     error, or nothing."""
-    if words and words[0] in MOVED:
-        parser.error(f"`ptlf {words[0]}` is now `python {MOVED[words[0]]}`, in a clone of the repository")
     verb = next((name for name in (" ".join(words[:2]), *words[:1]) if name in parser.verbs), None)
     if verb is None:
         return vars(parser.parse_args(words)), []
@@ -259,7 +255,7 @@ def add_showing_verbs(verb: Verb) -> None:
         "zsh: ptlf completion zsh > DIR/_ptlf, where DIR is a folder of $fpath\n"
         "Run it again after an update, or when a plugin adds recipes or settings."
     )
-    add = verb("completion", "completion", "Print a script that completes commands and settings.", epilog=epilog)
+    add = verb("completion", "show", "Print a script that completes commands and settings.", epilog=epilog)
     add("shell", "bash or zsh", choices=("bash", "zsh"), metavar="SHELL")
 
 

@@ -1,17 +1,21 @@
-"""`ptlf report` and `list`."""
+"""`ptlf report`, `list` and `completion`."""
 
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+import shtab
+
+from ptlf.commands.parser import make_parser, new_file, new_page
 from ptlf.core.errors import unknown
+from ptlf.core.settings import describe
 from ptlf.encoders import ENCODERS
 from ptlf.evaluation import PROBES
 from ptlf.integrations.trackers import TRACKERS
 from ptlf.methods import METHODS
 from ptlf.objectives import OBJECTIVES
 from ptlf.report.page import write_figures, write_report
-from ptlf.run.config import POLICIES
+from ptlf.run.config import POLICIES, Config
 from ptlf.run.recipes import VARIANTS, recipe_names
 from ptlf.stream import STREAMS, fetch
 from ptlf.training.optimizers import OPTIMIZERS
@@ -69,3 +73,21 @@ def summaries(family: Mapping[str, type]) -> dict[str, str]:
         text = (sys.modules[kind.__module__].__doc__ if alone else kind.__doc__) or kind.__doc__ or ""
         texts[name] = " ".join(text.split("\n\n")[0].split())
     return texts
+
+
+def completion(shell: str) -> None:
+    """A script for bash or zsh, written by shtab."""
+    parser, recipes, settings = make_parser(), recipe_names(), describe(Config)
+    for verb in parser.verbs.values():
+        for action in verb._actions:
+            if action.dest in ("recipe", "recipes"):
+                action.choices = recipes
+            elif action.dest == "log":
+                action.choices = list(TRACKERS)
+            elif action.dest in ("source", "images") or action.type in (Path, new_file, new_page):
+                action.complete = shtab.FILE  # type: ignore[attr-defined]
+        for key, _, about in settings if verb.get_default("takes_overrides") else ():
+            for option in dict.fromkeys((f"--{key}", f"--{key.removesuffix('.name')}")):  # `--method si` is enough
+                if option not in verb._option_string_actions:
+                    verb.add_argument(option, help=about.replace("%", "%%"))
+    print(shtab.complete(parser, shell))

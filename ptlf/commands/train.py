@@ -8,9 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from ptlf.core import processes
-from ptlf.core.errors import UserError, unknown
+from ptlf.core.errors import UserError, short_repr, unknown
 from ptlf.core.settings import as_dict, merge, parse_overrides
-from ptlf.core.words import short_repr
 from ptlf.learner import Learner
 from ptlf.report.live import Live, console, tell
 from ptlf.report.tables import show_results, show_runs

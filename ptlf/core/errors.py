@@ -1,17 +1,27 @@
-"""UserError: the user can fix this, and the message says how. Warnings and notes are logged."""
+"""UserError: the user can fix this, and the message says how. Warnings and notes are logged. Words of others are
+shown short, on one line, without characters that act on a terminal or a page."""
 
 import difflib
 import importlib
 import logging
 import os
+import reprlib
+import unicodedata
 from collections.abc import Iterable, Sequence
 from typing import Any
-
-from ptlf.core.words import clipped
 
 logger = logging.getLogger("ptlf")
 logger.addFilter(lambda record: os.environ.get("RANK", "0") == "0")  # one of the processes that torchrun started
 warn, info = logger.warning, logger.info
+
+# Control characters, line separators, and halves of a surrogate pair (bytes of a file's name that are not UTF-8).
+HIDDEN = ("Cc", "Cs", "Zl", "Zp")
+DIRECTIONS = {*"\u200e\u200f\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069"}  # turn the text around them
+
+_short = reprlib.Repr()
+_short.maxstring = _short.maxother = _short.maxlong = 80
+_short.maxlist = _short.maxtuple = _short.maxdict = 4
+_short.maxlevel = 3
 
 
 class UserError(Exception):
@@ -58,3 +68,20 @@ def unknown(kind: str, value: object, known: Iterable[object]) -> UserError:
     hint = f"; did you mean {close[0]!r}?" if close else "."
     shown = names if len(names) <= 20 else [*difflib.get_close_matches(value, names, n=5, cutoff=0.0), "..."]
     return UserError(f"unknown {kind} {value!r}{hint} Known: {', '.join(shown)}")
+
+
+def printable(text: str) -> str:
+    r"""`text` with hidden characters as escapes, such as \x1b."""
+    if text.isascii() and text.isprintable():
+        return text
+    hidden = {c for c in text if c in DIRECTIONS or unicodedata.category(c) in HIDDEN}
+    return "".join(c.encode("unicode_escape", "backslashreplace").decode() if c in hidden else c for c in text)
+
+
+def clipped(words: str, most: int = 100) -> str:
+    return words if len(words) <= most else words[: most - 1] + "…"
+
+
+def short_repr(value: Any) -> str:
+    """`repr(value)` in at most about 80 characters, however large the value is."""
+    return printable(_short.repr(value))

@@ -10,8 +10,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from ptlf.core.errors import UserError
-from ptlf.core.words import printable
+from ptlf.core.errors import UserError, printable
 
 NO_LOCKS = (errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK)  # errors of file systems without locks
 
@@ -90,31 +89,34 @@ def locked(file: Path, busy: str, advice: str = "wait for it") -> Iterator[None]
     error message is "`busy` by process ...; `advice`"."""
     patience = 5
     while True:
-        handle = os.open(file, os.O_RDWR | os.O_CREAT, 0o644)
         try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            patience -= 1
-            if patience:  # `lock_holder` of another process has it for a moment
-                os.close(handle)
-                time.sleep(0.02)
-                continue
-            holder = os.read(handle, 200).decode(errors="replace").strip() or "unknown"
-            os.close(handle)
-            raise UserError(f"{busy} by process {holder}; {advice}") from None
+            handle = open(file, "a+", errors="replace")  # noqa: SIM115
         except OSError as error:
-            if error.errno not in NO_LOCKS:
-                os.close(handle)
-                raise
-        with suppress(FileNotFoundError):
-            if os.path.samestat(os.fstat(handle), os.stat(file)):
-                break
-        os.close(handle)  # the previous holder removed the file between our open and our lock
-    try:
-        os.ftruncate(handle, 0)
-        os.write(handle, f"{os.getpid()} on {socket.gethostname()}\n".encode())
-        yield
-    finally:
-        with suppress(OSError):  # the file may be gone, or the folder read-only: what counts is the lock
-            file.unlink()
-        os.close(handle)
+            raise write_error(file.parent, error) from error
+        with handle:
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                patience -= 1
+                if patience:  # `lock_holder` of another process has it for a moment
+                    time.sleep(0.02)
+                    continue
+                handle.seek(0)
+                raise UserError(f"{busy} by process {handle.read(200).strip() or 'unknown'}; {advice}") from None
+            except OSError as error:
+                if error.errno not in NO_LOCKS:
+                    raise
+            same = False
+            with suppress(FileNotFoundError):
+                same = os.path.samestat(os.fstat(handle.fileno()), os.stat(file))
+            if not same:  # the previous holder removed the file between our open and our lock
+                continue
+            handle.truncate(0)
+            handle.write(f"{os.getpid()} on {socket.gethostname()}\n")
+            handle.flush()
+            try:
+                yield
+            finally:
+                with suppress(OSError):  # the file may be gone, or the folder read-only: what counts is the lock
+                    file.unlink()
+            return

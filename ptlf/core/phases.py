@@ -1,6 +1,7 @@
-"""How work tells how far it is: a phase has a name and, where that is known, a number of things to do."""
+"""How work tells how far it is: a phase has a name and, where that is known, a number of things to do; a run tells a
+watcher of its phases, epochs and tasks."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from importlib.util import find_spec
 from typing import Any
@@ -18,3 +19,23 @@ def silent(name: str, of: int | None = None, unit: str = "images") -> Iterator[A
 def cannot_move(console: Any) -> bool:
     """Whether a bar of rich would not move there: in a notebook it needs ipywidgets."""
     return bool(console.is_jupyter and find_spec("ipywidgets") is None)
+
+
+class Watcher:
+    """This one says nothing; `ptlf.report.live` shows a progress bar."""
+
+    def begin(self, about: Sequence[str], tasks: int, epochs: int, units: int, frozen: int, done: int) -> None:
+        """about: sentences on the run and its start. epochs: of each task. units: that can freeze. frozen: how many
+        of them are. done: epochs of all tasks that are already trained."""
+
+    def phase(self, name: str, of: int | None = None, unit: str = "images") -> AbstractContextManager[Advance]:
+        """Work other than training steps, until the block ends; `begin` need not have been called."""
+        return silent(name, of, unit)
+
+    def begin_epoch(self, task: int, epoch: int, steps: int, frozen: int) -> None: ...
+    def step(self, views: int) -> None:
+        """views: of the epoch so far; those before the run was stopped do not count."""
+
+    def end_epoch(self, losses: Mapping[str, float]) -> None: ...
+    def end_task(self, task: int, rows: Mapping[str, list[float | None]]) -> None: ...
+    def end(self) -> None: ...

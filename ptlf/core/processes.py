@@ -95,9 +95,7 @@ def shard(rows: int) -> slice:
     return slice(_rank * share(rows), (_rank + 1) * share(rows))
 
 
-def _gather(rows: Tensor, mine: Tensor) -> None:
-    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # the newer name first
-    gather(rows, mine)
+_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # the newer name first
 
 
 # Operators of their own, because compiled code calls an operator as it is: neither traces nor reorders what is inside.

@@ -11,8 +11,7 @@ from typing import Any
 
 import yaml
 
-from ptlf.core.errors import UserError
-from ptlf.core.words import printable, short_repr
+from ptlf.core.errors import UserError, printable, short_repr
 
 MAX_NUMBER = 1e30  # of a number in a record
 
@@ -146,15 +145,3 @@ def load_yaml(text: str) -> Any:
         return yaml.load(text, Loader)
     except (ValueError, TypeError, RecursionError) as error:  # such as a list as a key, or characters that are no YAML
         raise yaml.YAMLError(str(error)) from None
-
-
-def read_yaml_file(path: Path) -> Any:
-    """A missing file raises FileNotFoundError."""
-    text = read_text(path)
-    try:
-        return load_yaml(text)
-    except yaml.YAMLError as error:
-        mark = getattr(error, "problem_mark", None)
-        place = f", line {mark.line + 1}" if mark else ""
-        why = getattr(error, "problem", None) or str(error).splitlines()[0]
-        raise UserError(f"{path}{place} cannot be read as YAML: {why}") from None

@@ -12,8 +12,7 @@ from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
-from ptlf.core.errors import UserError, unknown, warn
-from ptlf.core.words import short_repr
+from ptlf.core.errors import UserError, short_repr, unknown, warn
 
 T = TypeVar("T")
 

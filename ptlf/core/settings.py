@@ -14,10 +14,9 @@ from typing import Any
 
 import yaml
 
-from ptlf.core.errors import Refusals, UserError, unknown
+from ptlf.core.errors import Refusals, UserError, short_repr, unknown
 from ptlf.core.reading import TYPE_NAMES, load_yaml
 from ptlf.core.registry import Registry
-from ptlf.core.words import short_repr
 
 Presets = Mapping[str, Mapping[str, Any]]  # nested settings that a member's recipes need, by protocol or stream
 as_dict = dataclasses.asdict

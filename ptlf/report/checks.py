@@ -22,11 +22,10 @@ def check_gallery(gallery: Any) -> Json:
     check_shape(gallery, GALLERY)
     tiles, queries, points, looks = (gallery[key] for key in ("tiles", "queries", "point_groups", "looks"))
     tile_pixels(gallery["sprite"], len(tiles))
-    near = [tile for look in looks.values() for row in look["neighbours"] for tile in row]
-    groups, labels = [group for group, _ in tiles], [label for _, label in tiles]
-    for name, numbers in {"groups": groups + points, "labels": labels, "tiles": queries + near}.items():
-        if max(numbers, default=-1) >= len(gallery[name]):
-            raise ValueError(f"there are {len(gallery[name])} {name}, and number {max(numbers)} is named")
+    tile, group, label = ((0, len(gallery[name]) - 1) for name in ("tiles", "groups", "labels"))
+    check_shape(gallery, {"queries": [tile], "point_groups": [group], "looks": {"*": {"neighbours": [[tile]]}}})
+    for row in tiles:
+        check_shape(dict(zip(("group", "label"), row, strict=True)), {"group": group, "label": label}, "tiles")
     fits = bool(queries) and ("after" not in looks or "before" in looks)
     for look in looks.values():
         fits &= len(look["neighbours"]) == len(queries) and all(look["neighbours"])

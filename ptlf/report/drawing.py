@@ -18,8 +18,8 @@ from matplotlib.colors import LinearSegmentedColormap, to_hex
 from matplotlib.figure import Figure as Canvas
 from matplotlib.lines import Line2D
 
+from ptlf.core.errors import clipped
 from ptlf.core.files import write_whole
-from ptlf.core.words import clipped
 from ptlf.report.runs import Group
 
 Colours = dict[str, str]  # by role

@@ -11,7 +11,7 @@ from matplotlib.colors import ListedColormap
 from matplotlib.figure import Figure as Canvas
 from matplotlib.ticker import MaxNLocator
 
-from ptlf.core.words import clipped
+from ptlf.core.errors import clipped
 from ptlf.report.checks import tile_pixels
 from ptlf.report.drawing import HALF, STEPS, THIRD, Colours, end_of, frame, look, run_keys
 from ptlf.report.measures import Measure

@@ -9,10 +9,9 @@ from contextlib import contextmanager
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
-from ptlf.core.phases import Advance, cannot_move
+from ptlf.core.phases import Advance, Watcher, cannot_move
 from ptlf.report.measures import duration
 from ptlf.report.tables import percent
-from ptlf.run.watcher import Watcher
 
 
 class Output(Console):

@@ -4,24 +4,19 @@ A new cost is measured and recorded elsewhere, and shown everywhere by a line in
 "better" and "worse" are said only where the 95 % t interval of the mean difference excludes zero.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ptlf.report.intervals import BEFORE, RANDOM, Interval, Ratio, cost_ratio, interval, verdict
-from ptlf.report.runs import LATER_KEPT, LATER_PEAK
+from ptlf.report.runs import LATER_KEPT, LATER_PEAK, Comparison, Group
 from ptlf.run.results import STEADY
-
-if TYPE_CHECKING:
-    from ptlf.report.runs import Comparison, Group
 
 SCALES = {"MiB": 2**20, "T": 1e12, "G": 1e9}  # of the recorded value; 1 for other units
 WITHIN, AMONG = "within the task", "among all classes"
 LATER = "mean after task 1"
-PROBES = {"knn": "kNN", "linear": "linear", "ridge": "ridge"}
+PROBES = {"knn": "kNN", "linear": "linear"}
 OVER_SEEDS = "±: half the width of the 95 % t interval over the seeds"  # beside a mean
 RATIOS = "×: geometric mean of the ratios by seed"
 MEMORY = (

@@ -146,7 +146,7 @@ def later_rows(group: Group) -> list[dict[str, Any]]:
     for run, test in [(run, run.later) for run in group.runs if run.later]:
         for probe, values in test["probes"].items():
             if (accuracy := values.get("accuracy")) is not None:
-                images, row = sum(values["test_images"]), {"group": group, "seed": run.results.get("seed")}
+                images, row = sum(values["test_images"]), {"group": group, "seed": run.results["seed"]}
                 row["probe"] = ", ".join(filter(None, (probe, neighbours_used(values))))
                 row |= {"accuracy": percent(accuracy), "before": percent(values.get("untrained_accuracy"))}
                 row["interval"] = "{:.1f} to {:.1f}".format(*wilson(accuracy, images))

@@ -103,7 +103,7 @@ class Group:
 
     def values(self, path: Sequence[str]) -> dict[int, float]:
         """By seed, of the runs that have it."""
-        found = {int(run.results.get("seed") or 0): run.value(path) for run in self.runs}
+        found = {run.results["seed"]: run.value(path) for run in self.runs}
         return {seed: float(value) for seed, value in found.items() if value is not None}
 
     def mean(self, path: Sequence[str]) -> float | None:
@@ -145,10 +145,10 @@ class Group:
             values = {key: self.mean(("probes", probe, key)) for key in ("untrained_accuracy", "accuracy")}
             if words := worsened(probe, values, self.start, images_behind(self.first, probe, "accuracy")):
                 yield words
-        counts = {e["task"]: e.get("images") or 0 for run in self.runs for e in run.results.get("features") or []}
+        counts = {entry["task"]: entry["images"] for run in self.runs for entry in run.results.get("features") or []}
         for key, title in FEATURES.items() if counts else ():
             by_task = self.feature(key)
-            # Features of few images have a low rank for that alone. Older records do not say how many there were.
+            # Features of few images have a low rank for that alone.
             found = {task: after for task, (_, after) in by_task.items() if 2 * counts[task] >= max(counts.values())}
             last, best, newest = max(found), max(found, key=lambda task: found[task]), max(by_task)
             before, after = by_task[newest]
@@ -184,9 +184,9 @@ class Comparison:
     @property
     def paired(self) -> list[Group]:
         """Those with at least two seeds in common with the baseline."""
-        own = {run.results.get("seed") for run in self.baseline.runs} if self.baseline else set()
+        own = {run.results["seed"] for run in self.baseline.runs} if self.baseline else set()
         others = [group for group in self.groups if group is not self.baseline]
-        return [group for group in others if len(own & {run.results.get("seed") for run in group.runs}) > 1]
+        return [group for group in others if len(own & {run.results["seed"] for run in group.runs}) > 1]
 
     @property
     def epochs(self) -> list[int]:
@@ -291,7 +291,7 @@ def group_seeds(runs: Iterable[RunRecord]) -> list[Group]:
         if any(run.config["seed"] == other.config["seed"] for other in groups.get(name, ())):
             name = str(run.folder)  # the same seed again is no further seed
         groups.setdefault(name, []).append(run)
-    return [Group(sorted(group, key=lambda run: run.results.get("seed") or 0)) for group in groups.values()]
+    return [Group(sorted(group, key=lambda run: run.results["seed"])) for group in groups.values()]
 
 
 def name_groups(groups: list[Group]) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from ptlf.core.words import clipped
+from ptlf.core.errors import clipped
 from ptlf.report.intervals import neighbours_used, start_of, wilson
 from ptlf.report.measures import Measure, all_measures, main_measures, notes
 from ptlf.report.runs import FEATURES, Comparison, Group, RunRecord, known_probes, split_prefix

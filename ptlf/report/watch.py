@@ -34,9 +34,8 @@ def read_snapshot(folder: Path) -> Snapshot:
     holder, alive = lock_holder(folder / ".lock")  # before the results: a run writes its end, and then lets go
     results = read_results(folder)
     status = "killed" if results["status"] == "running" and alive is False else results["status"]
-    lines, _ = read_lines(folder / "metrics.jsonl")
-    if status == "finished":  # of runs that are kept, often only the results are
-        lines = epoch_lines(results)
+    # Of runs that are kept, often only the results are.
+    lines = epoch_lines(results) if status == "finished" else read_lines(folder / "metrics.jsonl")
     return Snapshot(folder, results, lines, holder, alive, status)
 
 
@@ -56,7 +55,7 @@ def view(snapshot: Snapshot) -> Text:
     values = [f"{name} {value}" for name, value in last.get("loss", {}).items()]
     values += [f"{last['views_per_second']:,.0f} views/s"] if "views_per_second" in last else []
     values += [f"{last.get('frozen', 0)}/{len(results['units'])} frozen"]
-    rows = [f"{results['name']}, seed {results.get('seed')}: {snapshot.status}, on {where}", place]
+    rows = [f"{results['name']}, seed {results['seed']}: {snapshot.status}, on {where}", place]
     rows += [", ".join(values) if lines else "no epoch finished yet"]
     for probe, found in results["probes"].items():
         if found["matrix"]:

@@ -13,11 +13,10 @@ import torch
 from torch import Tensor, nn
 
 from ptlf.core import processes
-from ptlf.core.errors import Refusals, UserError, warn
+from ptlf.core.errors import Refusals, UserError, short_repr, warn
 from ptlf.core.memory import check_fits
 from ptlf.core.randomness import seeded
 from ptlf.core.settings import as_dict
-from ptlf.core.words import short_repr
 from ptlf.encoders import ENCODERS, EncoderConfig, as_encoder, feature_dim, set_normalisation
 from ptlf.encoders.encoder import SizedConfig
 from ptlf.freezing import Freezer, FreezeSchedule, ProgressiveFreezing

@@ -4,9 +4,8 @@ import json
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from ptlf.core.errors import UserError
+from ptlf.core.errors import UserError, short_repr
 from ptlf.core.reading import flatten
-from ptlf.core.words import short_repr
 
 Json = dict[str, Any]
 # Settings that may change when a run continues: its results are the same, but for rounding.
@@ -14,41 +13,6 @@ MAY_CHANGE = {"device", "data_root", "log", "stream.resident", "evaluation.batch
 NO_EFFECT = MAY_CHANGE - {"evaluation.tasks"}  # on the figures of a finished run, which is not tested again
 # Runs that differ in these alone are of one configuration: they learn the same, and are tested on the same.
 NON_IDENTITY = NO_EFFECT | {"seed", "recipe", "evaluation.gallery"}
-# Methods that did not read `objective.distill_scale`, which is no more.
-WITHOUT_DISTILLING = ("finetune", "lump", "si", "der", "pnn", "pfr", "multitask")
-OLDER_LINEAR = {"enabled", "epochs", "batch", "lr", "momentum", "weight_decay"}  # settings of `probes.linear`
-
-
-def upgrade_settings(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The settings as this version says them; what it cannot say is left, for others to refuse."""
-    if not isinstance(config, Mapping):
-        return config
-    config = {name: dict(value) if isinstance(value, Mapping) else value for name, value in config.items()}
-
-    def section(name: str) -> Json:
-        value = config.get(name)
-        return value if isinstance(value, dict) else {"name": value} if isinstance(value, str) else {}
-
-    freezing, objective, probes, views = map(section, ("freezing", "objective", "probes", "views"))
-    if freezing.get("ratios") in ("needed", "all"):  # both gave the same choices
-        del freezing["ratios"]
-    if freezing.get("stream_final", ...) is None:
-        del freezing["stream_final"]
-    if objective.get("name") == "barlow_twins" and "distill_scale" in objective:  # `scale` now
-        same = objective["distill_scale"] == objective.get("scale", 1.0)
-        if same or section("method").get("name") in WITHOUT_DISTILLING:
-            del objective["distill_scale"]
-    linear, ridge = probes.get("linear"), probes.get("ridge")
-    if "ridge" in probes and not (isinstance(ridge, Mapping) and ridge.get("enabled")):  # this probe is no more
-        del probes["ridge"]
-    if isinstance(linear, Mapping) and linear.get("enabled") is True and linear.keys() == OLDER_LINEAR:
-        probes["linear"] = {**linear, "standardise": False}  # as the version did that did not know this setting
-    tiny = section("stream").get("name") == "split-tinyimagenet" and views.get("size") in (None, 64)
-    if tiny and views.get("memory", "memory") == "memory":  # its statistics no longer follow from 64 px
-        config["views"] = {**views, "memory": "memory-tinyimagenet"}
-    return config
-
-
 # Settings that records of older versions do not have, with the value that does what these versions did.
 ADDED: Mapping[str, Any] = {
     "encoder.mean": None,
@@ -60,7 +24,7 @@ ADDED: Mapping[str, Any] = {
     "evaluation.tasks": "all",
     "freezing.thaw": "all",
     "memory.images": None,
-    "probes.linear.standardise": True,  # of runs without this probe; see `upgrade_settings` for others
+    "probes.linear.standardise": True,  # of runs without this probe
     "training.clip": None,
     "training.head_lr": None,
     "training.keep_views": 0,
@@ -75,7 +39,7 @@ def is_among(name: str, names: Collection[str]) -> bool:
 def identity_settings(config: Mapping[str, Any]) -> Json:
     """The settings that runs of several seeds, on any machine, have in common, by dotted key. One that a record of an
     older version does not have has the value that does what that version did."""
-    settings = {**ADDED, **flatten(upgrade_settings(config))}
+    settings = {**ADDED, **flatten(config)}
     return {key: value for key, value in settings.items() if not is_among(key, NON_IDENTITY)}
 
 
@@ -113,18 +77,16 @@ def other_images(mine: Json, theirs: Json) -> str:
     """Of two records: the first task that arrived in both and has other images, in words; empty if there is none."""
     pairs = zip(arrived_tasks(mine), arrived_tasks(theirs), strict=False)
     for number, ((name, checksum), (their_name, their_checksum)) in enumerate(pairs, start=1):
-        known = checksum and their_checksum  # not in records of older versions
-        if checksum != their_checksum if known else name != their_name:
+        if checksum != their_checksum:
             same = f"{name} has others in each" if name == their_name else f"{name} and {their_name}"
             return f"number {number} of those that arrived: {same}"
     return ""
 
 
-def arrived_tasks(results: Json) -> list[tuple[str, str | None]]:
+def arrived_tasks(results: Json) -> list[tuple[str, str]]:
     """Name and checksum of the tasks that `ptlf learn` brought. Streams of a name and settings have the same images."""
-    count = results.get("arrived", 0)
-    names = [str(name) for name in results["tasks"][-count:]] if count else []
-    return list(zip(names, results.get("arrived_sha256") or [None] * count, strict=True))
+    sums = results.get("arrived_sha256") or []
+    return list(zip(map(str, results["tasks"][-len(sums) :]), sums, strict=False))
 
 
 def describe_difference(mine: Json, theirs: Json) -> str:

@@ -10,9 +10,8 @@ from safetensors import safe_open
 from torch import Tensor, nn
 
 from ptlf.core import processes
-from ptlf.core.errors import UserError, warn
+from ptlf.core.errors import UserError, short_repr, warn
 from ptlf.core.randomness import Randomness, derived_seed
-from ptlf.core.words import short_repr
 from ptlf.encoders import ENCODERS, Weights, as_encoder, load_weights, read_tensors
 from ptlf.evaluation import Gallery, Prober
 from ptlf.freezing.recording import unchanged

@@ -9,7 +9,7 @@ import yaml
 
 from ptlf import freezing
 from ptlf.core.errors import UserError
-from ptlf.core.reading import read_yaml_file
+from ptlf.core.reading import load_yaml, read_text
 from ptlf.core.registry import Registry
 from ptlf.core.settings import as_dict, build, key, section
 from ptlf.encoders import ENCODERS, EncoderConfig
@@ -18,7 +18,6 @@ from ptlf.freezing import Policy, PolicyConfig
 from ptlf.integrations.trackers import TRACKERS
 from ptlf.methods import METHODS, MemoryConfig, MethodConfig
 from ptlf.objectives import OBJECTIVES, ObjectiveConfig
-from ptlf.run.compat import upgrade_settings
 from ptlf.stream import STREAMS, StreamConfig
 from ptlf.training.checkpoint import CheckpointConfig
 from ptlf.training.distributed import DistributedConfig
@@ -70,15 +69,20 @@ class Config:
 
 
 def from_dict(values: Mapping[str, Any]) -> Config:
-    """A checked configuration, of this or an older version."""
-    return build(Config, upgrade_settings(values))
+    """A checked configuration."""
+    return build(Config, values)
 
 
 def read_yaml(path: Path) -> dict[str, Any]:
     try:
-        values = read_yaml_file(path)
+        values = load_yaml(read_text(path))
     except FileNotFoundError:
         raise UserError(f"there is no configuration file {path}") from None
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        place = f", line {mark.line + 1}" if mark else ""
+        why = getattr(error, "problem", None) or str(error).splitlines()[0]
+        raise UserError(f"{path}{place} cannot be read as YAML: {why}") from None
     if not isinstance(values, dict):
         raise UserError(f"{path} must hold keys and values, as in the config.yaml of a run")
     return values

@@ -18,6 +18,7 @@ from ptlf.freezing.correlation import TaskCorrelation
 from ptlf.freezing.subspace import NotFinite
 from ptlf.run.components import Components
 from ptlf.run.record import Row
+from ptlf.stream import Images
 from ptlf.training.checkpoint import Position
 from ptlf.training.cost import Stopwatch
 from ptlf.training.trainer import MeasuredStep
@@ -100,8 +101,7 @@ class Evaluator:
     def test_task(self, task: int) -> tuple[Rows, Rows, dict[str, dict[str, Any]]]:
         """The encoder after task number `task` (from 0): a row of each probe's accuracy matrix, accuracies on tasks yet
         to come, and the settings of each row that depend on the images seen by now."""
-        prober = self.components.prober
-        if not prober:
+        if not (prober := self.components.prober):
             return {}, {}, {}
         with self.testing(f"testing after task {task + 1} of {len(self.stream.tasks)}") as phase:
             rows = prober.rows(self.encoder, task, phase)
@@ -109,16 +109,15 @@ class Evaluator:
 
     def test_next(self, task: int) -> Rows:
         """The encoder as it is on task number `task`, before that is learnt."""
-        if not self.components.prober:
+        if not (prober := self.components.prober):
             return {}
         with self.testing(f"testing on task {task + 1} before it is learnt") as phase:
-            return self.components.prober.ahead(self.encoder, [task], phase)
+            return prober.ahead(self.encoder, [task], phase)
 
     def test_untrained(self, known: int = 0) -> tuple[Rows, Rows]:
         """Rows of the untrained encoder on all splits, and its accuracies on tasks yet to come. known: tasks that it
         was tested on before."""
-        prober = self.components.prober
-        if not prober:
+        if not (prober := self.components.prober):
             return {}, {}
         with self.testing("testing the encoder before training") as phase:
             untrained = prober.rows(self.encoder, len(self.stream.tasks), phase)
@@ -134,16 +133,18 @@ class Evaluator:
     def measure_features(self, task: int) -> list[dict[str, Any]]:
         """Spread and effective rank of the features of a sample of this task's images; labels are not needed. Empty
         where nothing is to be tested."""
-        parts = self.components
-        if not parts.config.evaluation.enabled:
+        if not self.components.config.evaluation.enabled:
             return []
-        images, train = self.stream.tasks[task].images, self.stream.tasks[task].train
-        with self.clock("evaluation"), eval_mode(self.encoder):
-            source, chosen = parts.trainer.sources(images), torch.from_numpy(spaced(train, SAMPLE))
-            batches = [parts.prepare(source.gather(part)) for part in chosen.split(128)]
-            features = torch.cat([self.encoder(batch).float().flatten(1) for batch in batches])
+        features = self.features(self.stream.tasks[task].images, self.stream.tasks[task].train, SAMPLE)
         measured = {"spread": spread(features), "effective_rank": effective_rank(features)}
         return [{"task": task + 1, "images": len(features), **measured}]
+
+    def features(self, images: Images, indices: np.ndarray, most: int) -> Tensor:
+        """Of a sample of these images."""
+        with self.clock("evaluation"), eval_mode(self.encoder):
+            source, chosen = self.components.trainer.sources(images), torch.from_numpy(spaced(indices, most))
+            batches = [self.components.prepare(source.gather(part)) for part in chosen.split(128)]
+            return torch.cat([self.encoder(batch).float().flatten(1) for batch in batches])
 
     def measure_untrained(self, known: int = 0) -> list[dict[str, Any]]:
         """Features of the untrained encoder on all tasks but the first `known`, where no accuracy says more."""
@@ -152,10 +153,8 @@ class Evaluator:
 
     def spread(self, indices: np.ndarray) -> tuple[float, int]:
         """Of the features of some images of the task that is trained, and how many they are."""
-        with self.clock("evaluation"), eval_mode(self.encoder):
-            chosen = torch.from_numpy(spaced(indices, 128))
-            features = self.encoder(self.components.prepare(self.components.trainer.source.gather(chosen)))
-            return spread(features.float().flatten(1)), len(features)
+        features = self.features(self.components.trainer.images, indices, 128)
+        return spread(features), len(features)
 
     def look(self, moment: str) -> None:
         """The gallery of the encoder as it is now: "before" or "after" training."""
@@ -165,8 +164,7 @@ class Evaluator:
 
     @contextmanager
     def testing(self, work: str) -> Iterator[Phase]:
-        """Gives the phases of a piece of work: its name stands before theirs. It may be left after each part that is
-        done."""
+        """Phases of a piece of work, whose name stands before theirs. It may be left after each part that is done."""
 
         @contextmanager
         def phase(part: str, *count: Any) -> Iterator[Advance]:

@@ -3,7 +3,7 @@
 import hashlib
 import itertools
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +12,11 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save
 from torch import nn
 
-from ptlf.core.errors import UserError
+from ptlf.core.errors import UserError, short_repr
 from ptlf.core.files import file_digest, locked, write_error, write_whole
 from ptlf.core.reading import damaged
 from ptlf.core.registry import settings_from
 from ptlf.core.settings import as_dict
-from ptlf.core.words import short_repr
 from ptlf.run.compat import NO_EFFECT, describe_changes
 from ptlf.run.config import Config, from_dict, read_yaml
 from ptlf.run.results import RESTORE_HINT, read_results
@@ -61,17 +60,13 @@ def check_new(folder: Path) -> None:
             raise UserError(f"{folder} holds files and no run, such as {short_repr(path.name)}; give a new folder")
 
 
-@contextmanager
-def lock_of_run(folder: Path) -> Iterator[None]:
+def lock_of_run(folder: Path) -> AbstractContextManager[None]:
     """Held while a run uses its folder, which is made if it is not there."""
-    lock = locked(folder / ".lock", f"{folder} is in use", "wait for it, or choose another folder")
-    with ExitStack() as held:
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            held.enter_context(lock)
-        except OSError as error:
-            raise write_error(folder, error) from error
-        yield
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise write_error(folder, error) from error
+    return locked(folder / ".lock", f"{folder} is in use", "wait for it, or choose another folder")
 
 
 def save_encoder(

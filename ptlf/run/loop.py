@@ -10,6 +10,7 @@ from torch import nn
 
 from ptlf.core import processes
 from ptlf.core.errors import warn
+from ptlf.core.phases import Watcher
 from ptlf.core.randomness import seeded
 from ptlf.core.settings import as_dict
 from ptlf.evaluation.metrics import COLLAPSED
@@ -21,7 +22,6 @@ from ptlf.run.folder import claim_folder
 from ptlf.run.record import Progress, Record
 from ptlf.run.results import append_line, keep_lines
 from ptlf.run.snapshots import Snapshots
-from ptlf.run.watcher import Watcher
 from ptlf.stream import Stream, Task
 from ptlf.training.checkpoint import Position
 from ptlf.training.cost import Stopwatch

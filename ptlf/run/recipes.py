@@ -9,10 +9,9 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from ptlf.core.errors import UserError, unknown
+from ptlf.core.errors import UserError, short_repr, unknown
 from ptlf.core.registry import settings_from
 from ptlf.core.settings import as_dict, merge, parse_overrides
-from ptlf.core.words import short_repr
 from ptlf.encoders import ENCODERS, stored_encoder
 from ptlf.freezing import PolicyConfig
 from ptlf.methods import METHODS, Method

@@ -4,7 +4,7 @@ import platform
 import statistics
 import subprocess
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -56,12 +56,6 @@ class Record:
     untrained_features: list[dict[str, Any]] = field(default_factory=list)  # before training, where nothing is labelled
     memory_images: dict[str, Any] | None = None  # what the memory was filled with before the first task
     reference: dict[str, list[float]] = field(default_factory=dict)  # before the first task and after each, by probe
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Those that `vars` gave. Older ones lack what came later."""
-        for each in fields(self):
-            if state.get(each.name) is not None:
-                setattr(self, each.name, state[each.name])
 
     def begin_epoch(self, spent: Mapping[str, float]) -> None:
         self.spent_before, self.newly_frozen = dict(spent), []

@@ -3,13 +3,13 @@
 
 import json
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from ptlf.core.errors import UserError
+from ptlf.core.errors import UserError, short_repr
 from ptlf.core.files import write_error, write_whole
 from ptlf.core.reading import DAMAGE, NUMBER, check_shape, damaged, parse_json, read_json, read_text
-from ptlf.core.words import short_repr
 
 Json = dict[str, Any]
 SCHEMA = 2
@@ -51,12 +51,12 @@ EVENT = {"epoch": PLACE, "frozen": [str]}
 RATIOS_OF_TASK = {**optional({"*": RATIOS}, "ratios_by_epoch"), **optional(RATIOS, "directions")}
 SECONDS = [f"{name}_seconds" for name in ("learning", "correlation", "rebuild", "eval", "checkpoint", "measuring")]
 BYTES = ("kept_bytes", "mean_kept_bytes", "peak_memory_bytes", "last_peak_memory_bytes")
-FEATURES = [{"task": PLACE, "images?": COUNT, "effective_rank": NUMBER, "spread": NUMBER}]
+FEATURES = [{"task": PLACE, "images": COUNT, "effective_rank": NUMBER, "spread": NUMBER}]
 KNOWN: Json = {"before": NUMBER, "after": [NUMBER], **optional(NUMBER, "accuracy", "lost")}
 RESULTS: Json = {
     **{"status": str, "name": str, "class_order": NAMES, "tasks": NAMES, "eval_splits": NAMES, "units": [str]},
     **optional(bool, "baseline", "uses_labels", "own_encoder"),
-    **{"seed?": int, "arrived?": COUNT, "test_images?": [(0, 10**9)], "arrived_sha256?": [str]},
+    **{"seed": int, "arrived?": COUNT, "test_images?": [(0, 10**9)], "arrived_sha256?": [str]},
     "environment": {"*": (str, *NUMBER, bool, type(None))},
     "config": {
         **{"stream": {"name": str}, "encoder": {"name": str}, "objective": {"name?": str}, "method": {"name?": str}},
@@ -125,8 +125,8 @@ def read_results(folder: Path) -> Json:
     if not isinstance(schema, int) or isinstance(schema, bool):
         raise UserError(f"{path} is damaged: it names no schema; {RESTORE_HINT}")
     if schema != SCHEMA:
-        hint = f"convert it with `python results/convert.py {path}`" if schema < SCHEMA else "use a newer ptlf"
-        raise UserError(f"{path} has schema {short_repr(schema)}, this version reads schema {SCHEMA}; {hint}")
+        other = f"{path} has schema {short_repr(schema)}, this version reads schema {SCHEMA}"
+        raise UserError(f"{other}; use {'an older' if schema < SCHEMA else 'a newer'} ptlf")
     try:
         check_results(results)
     except DAMAGE as error:
@@ -183,27 +183,27 @@ def check_results(results: Json) -> None:
         raise ValueError(f"an epoch is later than the {epochs} of config.training.epochs")
 
 
-def read_lines(path: Path) -> tuple[list[Json], int]:
-    """The epochs in a metrics.jsonl, and how many lines are not of the shape. Only whole lines: the last one may still
-    be on its way."""
-    try:
-        text = read_text(path)
-    except FileNotFoundError:
-        return [], 0
-    lines, skipped = [], 0
-    for raw in text.split("\n")[:-1]:
-        try:
+def read_lines(path: Path) -> list[Json]:
+    """The epochs in a metrics.jsonl: of whole lines, since the last one may still be on its way, and of the shape."""
+    lines = []
+    for raw in read_text(path).split("\n")[:-1] if path.exists() else ():
+        with suppress(*DAMAGE):
             line = parse_json(raw)
             check_shape(line, LINE)
             lines.append(line)
-        except DAMAGE:
-            skipped += 1
-    return lines, skipped
+    return lines
 
 
 def epoch_lines(results: Json) -> list[Json]:
-    """A dictionary per epoch, as in metrics.jsonl but for `newly_frozen`, which the freezing log has."""
-    return to_lines(results["cost"]["per_epoch"])
+    """A dictionary per epoch, as in metrics.jsonl but for `newly_frozen`, which the freezing log has. A loss of None
+    was not computed in that epoch, and is left out."""
+    columns: Json = results["cost"]["per_epoch"]
+    losses = columns.get("loss") or {}
+    plain = {key: values for key, values in columns.items() if key != "loss"}
+    lines: list[Json] = [dict(zip(plain, values, strict=True)) for values in zip(*plain.values(), strict=True)]
+    for place, line in enumerate(lines):
+        line["loss"] = {name: values[place] for name, values in losses.items() if values[place] is not None}
+    return lines
 
 
 def to_columns(lines: Sequence[Json]) -> Json:
@@ -214,16 +214,6 @@ def to_columns(lines: Sequence[Json]) -> Json:
         nested = any(isinstance(value, dict) for value in values)
         columns[key] = to_columns([value or {} for value in values]) if nested else values
     return columns
-
-
-def to_lines(columns: Json) -> list[Json]:
-    """The lines that gave these columns. A loss that is None was not computed in that epoch, and is left out."""
-    losses = columns.get("loss") or {}
-    plain = {key: values for key, values in columns.items() if key != "loss"}
-    lines: list[Json] = [dict(zip(plain, values, strict=True)) for values in zip(*plain.values(), strict=True)]
-    for place, line in enumerate(lines):
-        line["loss"] = {name: values[place] for name, values in losses.items() if values[place] is not None}
-    return lines
 
 
 def compiling_seconds(results: Json) -> float:

@@ -18,11 +18,10 @@ from torch import Tensor, nn
 
 import ptlf
 from ptlf.core import processes
-from ptlf.core.errors import UserError, warn
+from ptlf.core.errors import UserError, short_repr, warn
 from ptlf.core.files import write_whole
 from ptlf.core.randomness import global_state, set_global_state
 from ptlf.core.settings import as_dict
-from ptlf.core.words import short_repr
 from ptlf.encoders import ENCODERS
 from ptlf.encoders.weights import KEY
 from ptlf.run.compat import describe_changes
@@ -90,19 +89,16 @@ class Snapshots:
     def check_finite(self) -> None:
         """Nothing continues, and nothing is saved, with losses or weights that are not finite, nor with losses that no
         record may hold."""
-        at = self.progress.position
-        bad = self.progress.epoch_state.first_bad() if self.progress.epoch_state else None
+        at, state = self.progress.position, self.progress.epoch_state
+        bad = state.first_bad() if state else None
         if bad is None and are_finite([self.components.model, self.components.method]):
             return
-        step = bad[0] + 1 if bad else at.step
-        what = f"loss became {bad[1]}" if bad else "weights are no longer finite"
+        step, what = (bad[0] + 1, f"loss became {bad[1]}") if bad else (at.step, "weights are no longer finite")
         if self.checkpoints:
             self.checkpoints.finish()
-        raise UserError(
-            f"the {what} in task {at.task + 1}, epoch {at.epoch + 1}, step {step}; "
-            f"{f'the last good checkpoint is {self.last}' if self.last else 'there is no checkpoint yet'}; "
-            "try a lower --training.lr or --training.precision fp32"
-        )
+        where = f"the {what} in task {at.task + 1}, epoch {at.epoch + 1}, step {step}"
+        last = f"the last good checkpoint is {self.last}" if self.last else "there is no checkpoint yet"
+        raise UserError(f"{where}; {last}; try a lower --training.lr or --training.precision fp32")
 
     def state_dict(self) -> dict[str, Any]:
         """All that has changed since the run was built, as plain values and tensors."""
@@ -130,23 +126,22 @@ class Snapshots:
     def load_state_dict(self, state: Json) -> None:
         """Into components as they were built, with the same settings, and maybe more tasks. Looks at the gallery that
         are there stay."""
-        parts, progress, epoch = self.components, self.progress, state.get("epoch_state")
+        parts, progress, epoch = self.components, self.progress, state["epoch_state"]
         parts.model.load_state_dict(state["model"], strict=False)  # methods that grow lack what comes later
         parts.method.load_state_dict(state["method"])
         load_optimizer_state(parts.trainer.optimizer, state, self.parameter_names())
-        freezing = {key: value for key, value in state["freezing"].items() if value is not None}
-        parts.freezing.load_state_dict({"ratios": None, **freezing})
+        parts.freezing.load_state_dict(state["freezing"])
         parts.random.load_state_dict(state["random"])
         set_global_state(state["torch_random"], parts.device)
         if epoch is not None:
             losses = {name: values.to(parts.device) for name, values in epoch["losses"].items()}
             progress.epoch_state = EpochState(epoch["order"], epoch["steps"], epoch["views"], losses)
         progress.task, progress.epoch = state["position"]["task"], state["position"]["epoch"]
-        progress.ended = state.get("ended") or False
+        progress.ended = state["ended"]
         self.clock.add(state["clock"])
         if parts.gallery:
             parts.gallery.looks = parts.gallery.looks or state["looks"]
-        self.record.load_state_dict(state["record"])
+        vars(self.record).update(state["record"])
         self.record.widen(len(parts.stream.eval_splits))
 
     def read(self) -> Json | None:
@@ -155,16 +150,11 @@ class Snapshots:
         state = processes.broadcast_object(self.checkpoints.load() if self.checkpoints else None)
         if state is None:
             return None
-        if "settings" not in state:
-            raise UserError(f"{self.last} was written by an older version of ptlf; resume with that version")
         check_same_run(state, parts, self.images_begun(min(state["position"]["task"], state["tasks"] - 1)))
-        threads, now = state.get("threads"), torch.get_num_threads()
-        if parts.device.type == "cpu" and threads not in (None, now):  # they share a sum among them
-            differ = "results may differ in the last bits from those of a run that was not stopped"
-            warn(
-                f"the checkpoint is of {threads} CPU threads, and now there are {now}: "
-                f"{differ}; set OMP_NUM_THREADS={threads} for the same bits"
-            )
+        threads, now = state["threads"], torch.get_num_threads()
+        if parts.device.type == "cpu" and threads != now:  # they share a sum among them
+            differ = f"the checkpoint is of {threads} CPU threads, and now there are {now}: the last bits may differ"
+            warn(f"{differ} from a run that was not stopped; set OMP_NUM_THREADS={threads} for the same bits")
         return state
 
     def images_begun(self, task: int) -> Images:
@@ -220,7 +210,7 @@ class Snapshots:
         """What `results.json` holds."""
         parts, record, stream = self.components, self.record, self.components.stream
         arrived, config = stream.arrived, as_dict(parts.config)
-        here = environment(parts.device) | parts.trainer.arithmetic() | {"processes": processes.world_size()}
+        here = parts.trainer.arithmetic() | {"processes": processes.world_size()}
         return {
             "schema": SCHEMA,
             "ptlf_version": ptlf.__version__,
@@ -230,7 +220,7 @@ class Snapshots:
             "uses_labels": parts.model.objective.needs_labels,
             "status": "running" if self.progress.status == "new" else self.progress.status,
             "config": config,
-            "environment": here,
+            "environment": environment(parts.device) | here,
             "encoder_weights": as_dict(parts.weights) if parts.weights else None,
             "seed": parts.config.seed,
             "class_order": list(stream.class_order),

@@ -11,13 +11,13 @@ from pathlib import Path
 from typing import Any
 
 from ptlf.core.errors import UserError, import_optional
+from ptlf.core.phases import Watcher
 from ptlf.core.settings import as_dict, parse
 from ptlf.run.build import make_stream
 from ptlf.run.compat import check_comparable
 from ptlf.run.config import Config, from_dict
 from ptlf.run.loop import Run
 from ptlf.run.recipes import resolve_config
-from ptlf.run.watcher import Watcher
 from ptlf.training.process import Stopped
 
 AGAIN = "the same command continues"

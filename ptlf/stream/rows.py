@@ -10,8 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from ptlf.core.errors import UserError
-from ptlf.core.words import short_repr
+from ptlf.core.errors import UserError, short_repr
 from ptlf.stream.disk import natural, quote_names
 
 

@@ -7,9 +7,8 @@ from typing import Any
 import pytest
 import yaml
 
-from ptlf.core.errors import UserError
+from ptlf.core.errors import UserError, printable, short_repr
 from ptlf.core.reading import check_shape, load_yaml, parse_json, read_json
-from ptlf.core.words import printable, short_repr
 
 
 def test_yaml_reads_decimal_numbers_and_leaves_other_text_as_it_was_typed() -> None:

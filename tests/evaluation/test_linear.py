@@ -5,12 +5,9 @@ import yaml
 from conftest import run_cli
 from sklearn.linear_model import LogisticRegression
 
-from ptlf.core.settings import as_dict
 from ptlf.evaluation.probes import Linear, LinearConfig, linear_fit
-from ptlf.run.compat import upgrade_settings
 from ptlf.run.evaluate import evaluate_run
 from ptlf.run.loop import Run
-from ptlf.run.recipes import recipe
 
 
 def noisy_linear(count: int, seed: int, classes: int = 5, dim: int = 24) -> tuple[torch.Tensor, torch.Tensor]:
@@ -61,14 +58,6 @@ def test_linear_probe_is_sgd_whose_rate_drops_twice_and_repeats(data) -> None:
     assert torch.equal(before, torch.random.get_rng_state()) and torch.equal(first, second)
 
 
-def test_a_record_of_an_older_version_says_that_its_linear_probe_did_not_standardise() -> None:
-    older = as_dict(LinearConfig(enabled=True))
-    del older["standardise"]
-    for settings, standardises in ((older, False), ({"enabled": True}, None), (older | {"enabled": False}, None)):
-        assert upgrade_settings({"probes": {"linear": settings}})["probes"]["linear"].get("standardise") is standardises
-    assert recipe("imagenet100/barlow_twins/lump")["probes"]["linear"]["standardise"] is False
-
-
 def test_only_the_classes_that_occur_have_an_output_and_constant_features_do_no_harm() -> None:
     x, y = noisy_linear(300, 4, classes=2)
     x[:, 0] = 7.0
@@ -103,13 +92,12 @@ def test_the_command_takes_a_probe_and_knows_one_that_is_gone(run_copy) -> None:
     assert "knn_task: accuracy" in shown
     assert "knn_class" not in shown
     assert "unknown probe 'knn'; did you mean" in run_cli("evaluate", run_copy, "--probe", "knn", code=2).err
-    # Of version 0.2: its settings are left out where it was off; else the probes that there are are named.
+
+
+def test_a_probe_that_is_gone_is_refused_with_those_that_there_are(run_copy) -> None:
     path = run_copy / "config.yaml"
     settings = yaml.safe_load(path.read_text())
-    settings["probes"]["ridge"] = {"enabled": False, "penalty": 1e-3}
-    path.write_text(yaml.safe_dump(settings))
-    run_cli("evaluate", run_copy)
-    settings["probes"]["ridge"]["enabled"] = True
+    settings["probes"]["ridge"] = {"enabled": True, "penalty": 1e-3}
     path.write_text(yaml.safe_dump(settings))
     for words in ([], ["--probe", "ridge"]):
         error = run_cli("evaluate", run_copy, *words, code=2).err

@@ -145,7 +145,6 @@ KILLED = """
 import os, signal, sys
 from conftest import StopsAt, tiny_config
 from ptlf.run.loop import Run
-from ptlf.run.watcher import Watcher
 
 class Killed(Watcher):
     def begin_epoch(self, task, epoch, steps, frozen):

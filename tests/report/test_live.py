@@ -15,11 +15,10 @@ from conftest import StopsAt, tiny_config
 from rich.console import Console
 
 from ptlf.core import phases
-from ptlf.core.phases import Advance
+from ptlf.core.phases import Advance, Watcher
 from ptlf.report import live
 from ptlf.report.live import EVERY, Live
 from ptlf.run.loop import Run
-from ptlf.run.watcher import Watcher
 from ptlf.training.process import Stopped
 
 

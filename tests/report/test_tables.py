@@ -55,8 +55,8 @@ def test_seeds_are_shown_as_mean_and_interval() -> None:
     for run, accuracy, seconds in zip(seeds, (80.0, 81.0, 85.0), (10.0, 20.0, 60.0), strict=True):
         run["probes"]["knn_task"]["accuracy"] = accuracy
         run["cost"]["learning_seconds"] = seconds
-        run["features"] = [{"task": 1, "effective_rank": 99.0, "spread": 9.0}]
-        run["features"] += [{"task": 2, "effective_rank": seconds, "spread": seconds / 100}]
+        run["features"] = [{"task": 1, "images": 9, "effective_rank": 99.0, "spread": 9.0}]
+        run["features"] += [{"task": 2, "images": 9, "effective_rank": seconds, "spread": seconds / 100}]
     found = rows(show_runs, {"ptlf": seeds})
     assert found["knn_task accuracy, %"] == ["82.00 ±6.57"]  # 4.303 times the root of (4 + 1 + 9) / 2 / 3
     assert found["training time"] == ["30.0 s"]

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from conftest import run_cli, tiny_config, tiny_encoder
+from conftest import run_cli, tiny_encoder
 from PIL import Image
 
 import ptlf
@@ -54,15 +54,6 @@ def test_torch_export(run: Path, tmp_path: Path) -> None:
     images, expected = in_pytorch(run)
     assert np.allclose(module(images).detach().numpy(), expected, atol=1e-5)
     assert json.loads(files["ptlf.json"]) == ptlf.load_encoder(run).card
-
-
-def test_columns_of_pnn(tmp_path: Path) -> None:
-    config = tiny_config("digits/simsiam/pnn", encoder__name="conftest:tiny_resnet", training__epochs=1)
-    Run(config, tmp_path / "run").train()
-    expected = ptlf.load_encoder(tmp_path / "run", device="cpu", trust_code=True)
-    run_cli("export", tmp_path / "run", "--to", tmp_path / "m.pt2", "--trust-code")
-    features = torch.export.load(tmp_path / "m.pt2").module()(expected.preprocess(PHOTOGRAPHS))
-    assert np.allclose(features.detach().numpy(), expected.embed(PHOTOGRAPHS), atol=1e-5)
 
 
 def test_what_differs_is_not_kept(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -71,38 +71,16 @@ def test_the_protocols_of_lump_and_cassle_and_rows_of_the_paper() -> None:
     barlow, moco = (from_dict(recipe(f"imagenet100/{o}/cassle-ptlf")) for o in ("barlow_twins", "mocov2plus"))
     assert (barlow.training.optimizer.name, barlow.training.warmup, barlow.views.name) == ("lars", 10, "cassle-barlow")
     assert (moco.training.optimizer.name, moco.training.warmup, moco.views.name) == ("sgd", 0, "cassle-moco")
-    assert barlow.views.size == moco.views.size == 224
+    assert barlow.views.size == moco.views.size == 224 and not barlow.probes["linear"].standardise
     assert (moco.method.name, moco.freezing.policy.name) == ("cassle", "correlation") and moco.probes["linear"].enabled
     assert from_dict(recipe("split-cifar10/supervised/layerwise")).freezing.policy.name == "correlation"
     assert from_dict(recipe("split-cifar100/simsiam/pnn")).method.width == 12 / 64
 
 
-def test_settings_of_older_versions() -> None:
-    def old(objective: dict[str, Any], **sections: Any) -> dict[str, Any]:
-        return {"objective": {"name": "barlow_twins", **objective}, **sections}
-
-    same = from_dict(old({"scale": 1.0}, method="lump"))
-    for objective in ({"scale": 1.0, "distill_scale": 0.1}, {"distill_scale": 0.1}):  # which only CaSSLe looked at
-        assert from_dict(old(objective, method="lump")) == same
-        assert compat.identity_key(old(objective, method={"name": "lump"})).count("distill_scale") == 0
-        with pytest.raises(UserError, match=r"objective\.distill_scale"):  # it would distil ten times as strongly
-            from_dict(old(objective, method="cassle"))
-    assert from_dict(old({"scale": 0.1, "distill_scale": 0.1}, method="cassle")).objective.scale == 0.1
-
-    recipe_of_today = as_dict(resolve_config("split-tinyimagenet/simsiam/lump", None, []))
-    of_old = {**recipe_of_today, "views": {"name": "lump", "memory": "memory", "size": None}}
-    assert as_dict(from_dict(of_old)) == recipe_of_today
-    assert compat.identity_key(of_old) == compat.identity_key(recipe_of_today)
-    for sections in ({"views": {"size": 32}, "stream": "split-tinyimagenet"}, {"views": {"size": 64}}):
-        assert from_dict(sections).views.memory == "memory"
-    assert from_dict({"stream": "split-tinyimagenet"}).views.memory == "memory-tinyimagenet"
-
-
 def test_kept_runs_are_of_todays_recipes_and_settings() -> None:
-    """All that `python -m reproduction` looks for among the records, those with settings that are no more included."""
+    """All that `python -m reproduction` looks for among the records."""
     records = [read_results(path.parent) for path in RESULTS.glob("split-*-seed?/results.json")]
     kept = kept_runs([RESULTS])
-    assert any("distill_scale" in record["config"]["objective"] for record in records)
     for record in records:
         config = resolve_config(record["config"]["recipe"], None, [])
         assert record["seed"] in kept[compat.identity_key(as_dict(config))], record["name"]

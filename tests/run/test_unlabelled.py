@@ -19,13 +19,13 @@ from torch import nn
 
 import ptlf
 from ptlf.core.errors import UserError
+from ptlf.core.phases import Watcher
 from ptlf.evaluation import gallery
 from ptlf.evaluation.metrics import effective_rank
 from ptlf.report.figures import tasks_of_splits
 from ptlf.report.tables import show_results
 from ptlf.run.config import from_dict, read_yaml
 from ptlf.run.loop import Run
-from ptlf.run.watcher import Watcher
 from ptlf.stream.packing import pack_folder
 from ptlf.stream.task import digits
 

@@ -26,6 +26,7 @@ from conftest import tiny_config, tiny_encoder
 from torch import Tensor, nn
 
 from ptlf.core import processes
+from ptlf.core.phases import Watcher
 from ptlf.kernels import FastParts, can_fuse, parts
 from ptlf.model import Model, gradient
 from ptlf.objectives import OBJECTIVES
@@ -34,7 +35,6 @@ from ptlf.run import build
 from ptlf.run.components import Components
 from ptlf.run.loop import Run
 from ptlf.run.results import epoch_lines
-from ptlf.run.watcher import Watcher
 from ptlf.training import engine, trainer
 
 COMMON: dict[str, Any] = {
