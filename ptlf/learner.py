@@ -24,11 +24,12 @@ from ptlf.run.config import Config, from_dict, read_yaml
 from ptlf.run.evaluate import evaluate_run, may_change
 from ptlf.run.fitting import fit_settings, free_settings
 from ptlf.run.folder import START, check_arrived, check_new, has_finished, restore_encoder, save_encoder
-from ptlf.run.incoming import STREAM, appearance, arriving_config, claimed_for_learning, select_new
+from ptlf.run.incoming import STREAM, appearance, arriving_config, claimed_for_learning, select_new, take_back
 from ptlf.run.inference import LoadedEncoder, load_encoder
 from ptlf.run.loop import Run
-from ptlf.run.recipes import name_of, recipe, with_stored_encoder
+from ptlf.run.recipes import default_recipe, name_of, recipe, with_stored_encoder
 from ptlf.run.results import read_results
+from ptlf.run.verdict import Verdict, verdicts
 from ptlf.stream.arrivals import accept, arrivals, check_watched, clear, pack_incoming, settled, task_name
 from ptlf.stream.decode import Fit
 from ptlf.stream.disk import subfolders
@@ -52,8 +53,8 @@ class Learner:
     def __init__(
         self,
         encoder: str | nn.Module | None = None,
-        objective: str = "simsiam",
-        method: str = "ptlf",
+        objective: str | None = None,
+        method: str | None = None,
         out: Path | str = "runs/learner",
         *,
         size: int | None = None,
@@ -65,7 +66,8 @@ class Learner:
 
         encoder: a name (`ptlf list encoders`) or a module that maps images (B, 3, S, S) to vectors (B, dim). Copies of
             it are trained. None: one that fits the first task's images and the machine.
-        method: a method, or one with freezing, as recipes name them: "lump", "ptlf", "ptlf-cost", ...
+        objective, method: as recipes name them, such as "simsiam" and "lump", "ptlf", "continue". Default: those for an
+            encoder that has learnt something if a module or weights are given, else those that begin with nothing.
         size: side of the images in pixels; default: that of a packed set or array, else the views' or 32.
         settings: sections, as training={"epochs": 20}, or keys, as **{"training.epochs": 20}; also seed and device.
             Batch and epochs, where they are not given, are chosen with the first task. log="tensorboard" or a list
@@ -81,7 +83,8 @@ class Learner:
             elif encoder is not None:
                 named = {"encoder.name": encoder}
             given = with_stored_encoder(nest_settings({**named, **settings}))
-            values = merge(Config, recipe(f"{STREAM}/{objective}/{method}"), given)
+            stream, *default = default_recipe(STREAM, given).split("/")
+            values = merge(Config, recipe("/".join((stream, objective or default[0], method or default[1]))), given)
             config, free = arriving_config(from_dict(values), Path(out)), free_settings(given)
         self.folder, self.size, self.config = Path(out), size, config
         self.free = frozenset(free) - {"stream.tasks"}
@@ -198,6 +201,17 @@ class Learner:
             finally:
                 clear(self.folder)
         return self.results
+
+    def undo(self, watcher: Watcher | None = None) -> dict[str, Any]:
+        """Take the last task back: encoder, record and checkpoints are those from before it."""
+        with claimed_for_learning(self.folder):
+            take_back(self.folder, self.config)
+            self._train(watcher or Live(name_of(as_dict(self.config))))
+        return self.results
+
+    def verdicts(self) -> list[Verdict]:
+        """The encoder beside the one it began as, on the labelled images that the run knows."""
+        return verdicts(self.folder, self.config, self._start)
 
     def watch(
         self, folder: Path | str, *, settle: float = 30.0, every: float = 10.0, once: bool = False, **learning: Any

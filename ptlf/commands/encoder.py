@@ -29,13 +29,15 @@ def evaluate(
         refuse_folder_of_runs(folder)
     config = resolve_config("", folder / "config.yaml", overrides, trust_code=trust_code)
     labelled = config.stream.labelled if any(word.startswith("--stream.labelled") for word in overrides) else None
-    probes, eval_splits = evaluate_run(folder, config, probe, labelled=labelled, on_error=on_error)
+    probes, eval_splits, verdict = evaluate_run(folder, config, probe, labelled=labelled, on_error=on_error)
     start = start_of(read_results(folder)) if (folder / "results.json").exists() else RANDOM
     for name, values in probes.items():
         show_matrix(console, name, values, eval_splits, start)
     for name, values in probes.items():
         if words := worsened(name, values, start, images_of_mean(values["test_images"])):
             console.print(words, style="yellow", soft_wrap=True)
+    if verdict:
+        tell(verdict.sentence(folder))
 
 
 def embed(folder: Path, images: Sequence[str], out: Path, **how: Any) -> None:

@@ -17,14 +17,14 @@ from ptlf.run import sweep as sweeps
 from ptlf.run.config import Config, read_yaml
 from ptlf.run.fitting import free_settings
 from ptlf.run.folder import check_vacant, has_finished, has_finished_as
+from ptlf.run.incoming import STREAM
 from ptlf.run.loop import Run
-from ptlf.run.recipes import name_of, resolve_config
+from ptlf.run.recipes import default_recipe, name_of, resolve_config
 from ptlf.run.results import read_results, refuse_folder_of_runs
 from ptlf.stream import STREAMS
 from ptlf.stream.disk import subfolders
 from ptlf.training.process import Stopped
 
-LEARN = "arriving/simsiam/ptlf"
 Words = Sequence[str]  # overrides are settings, such as --training.epochs 2
 
 
@@ -78,6 +78,7 @@ def learn(
     settle: float,
     every: float,
     once: bool,
+    undo: bool,
     trust_code: bool,
     overrides: Words,
     **how: Any,
@@ -92,7 +93,12 @@ def learn(
             raise UserError(f"--watch takes its tasks from {watch}, every folder once; leave out {word}")
     if once and not watch:
         raise UserError("--once is for --watch DIR")
+    if undo and (source or watch):
+        raise UserError(f"--undo takes the last task of {folder} back; leave out {source or '--watch'}")
     learner = open_learner(folder, recipe, config, size, trust_code, overrides)
+    if undo:
+        show_results(console, learner.undo(), folder)
+        return write_page([folder], folder / "report.html")
     if watch:
         results = None
         for results in learner.watch(watch, settle=settle, every=every, once=once, **how):
@@ -109,6 +115,11 @@ def learn(
     except KeyboardInterrupt:  # before training, or in it without checkpoints: the task may not be in the run yet
         raise Stopped(folder, signal.SIGINT, "nothing more is saved; give the same command again") from None
     show_results(console, results, folder)
+    for verdict in (found := learner.verdicts()):
+        tell(verdict.sentence(folder))
+    if not found:
+        advice = f"`ptlf evaluate {folder} --stream.labelled FOLDER` does, with a folder per class"
+        tell(f"without labelled images nothing here tells whether that helped; {advice}")
     write_page([folder], folder / "report.html")
 
 
@@ -121,9 +132,9 @@ def open_learner(
             if word.startswith("--stream.") and word not in ("--stream.labelled", "--stream.resident"):
                 raise UserError(f"`ptlf learn` takes tasks as they arrive; leave out {word}")
         values = read_yaml(config) if config else {}
-        recipe = recipe or (None if values.get("recipe") else LEARN)  # None: the one that the file names
-        chosen = resolve_config(recipe, config, overrides, trust_code=trust_code)
         explicit = merge(Config, values, parse_overrides(Config, overrides))
+        recipe = recipe or (None if values.get("recipe") else default_recipe(STREAM, explicit))  # None: the file's
+        chosen = resolve_config(recipe, config, overrides, trust_code=trust_code)
         own = STREAMS.find(chosen.recipe.partition("/")[0]).own
         return Learner.new(chosen, folder, size, free_settings(explicit) if own else ())
     for word, value in {"--recipe": recipe, "-c": config, "--size": size}.items():

@@ -1,43 +1,56 @@
 """Encoders of other libraries: `timm:NAME`, `torchvision:NAME`, `hf:FOLDER`, and Hugging Face models given as they are.
 
-Their classifiers are left out. Weights are random, but for a Hugging Face folder that holds some.
+Their classifiers are left out. Weights are random, but for a Hugging Face folder that holds some, and with
+`--encoder.pretrained`, which has timm or torchvision load theirs.
 """
 
 import json
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor, nn
 
 from ptlf.core.errors import UserError, import_optional
+from ptlf.core.settings import key
 from ptlf.encoders.encoder import EncoderEntry, SizedConfig
 
 
+@dataclass
+class PretrainedConfig(SizedConfig):
+    pretrained: bool = key(False, "with the library's own weights, from its cache or downloaded")
+
+
 def timm_entry(name: str) -> EncoderEntry:
-    def make(config: SizedConfig) -> nn.Module:
+    def make(config: PretrainedConfig) -> nn.Module:
         timm = import_optional("timm", f"encoder {'timm:' + name!r}", "timm")
         if not timm.is_model(name):
             raise UserError(f"timm has no model {name!r}; timm.list_models() names them")
-        model = sized(timm.create_model, name, "img_size", config.image_size, pretrained=False, num_classes=0)
+        with loading_weights(name, config.pretrained):
+            options = {"pretrained": config.pretrained, "num_classes": 0}
+            model = sized(timm.create_model, name, "img_size", config.image_size, **options)
         described: Any = model.pretrained_cfg
         return normalised(model, described.get("mean"), described.get("std"))
 
-    return EncoderEntry(make, SizedConfig, "of timm, without its classifier")
+    return EncoderEntry(make, PretrainedConfig, "of timm, without its classifier")
 
 
 def torchvision_entry(name: str) -> EncoderEntry:
-    def make(config: SizedConfig) -> nn.Module:
+    def make(config: PretrainedConfig) -> nn.Module:
         models = import_optional("torchvision.models", f"encoder {'torchvision:' + name!r}", "timm")
         if name not in models.list_models(models):
             raise UserError(f"torchvision has no classifier {name!r}; torchvision.models.list_models() names them")
-        model = sized(models.get_model, name, "image_size", config.image_size, weights=None)
+        with loading_weights(name, config.pretrained):
+            weights = "DEFAULT" if config.pretrained else None
+            model = sized(models.get_model, name, "image_size", config.image_size, weights=weights)
         *_, last = (path for path, part in model.named_modules() if isinstance(part, nn.Linear))
         model.set_submodule(last, nn.Identity())
         crop = models.get_model_weights(name).DEFAULT.transforms()
         return normalised(model, crop.mean, crop.std)
 
-    return EncoderEntry(make, SizedConfig, "of torchvision, without its classifier")
+    return EncoderEntry(make, PretrainedConfig, "of torchvision, without its classifier")
 
 
 def hf_entry(path: str) -> EncoderEntry:
@@ -64,6 +77,17 @@ def hf_entry(path: str) -> EncoderEntry:
         return normalised(as_encoder(model), described.get("image_mean"), described.get("image_std"))
 
     return EncoderEntry(make, SizedConfig, "a Hugging Face model")
+
+
+@contextmanager
+def loading_weights(name: str, wanted: bool) -> Iterator[None]:
+    try:
+        yield
+    except (OSError, RuntimeError) as error:
+        if not wanted:
+            raise
+        hint = "without a network, give them as a file with --encoder.weights"
+        raise UserError(f"the weights of {name!r} cannot be loaded ({type(error).__name__}); {hint}") from error
 
 
 def sized(make: Any, name: str, key: str, size: int | None, **options: Any) -> nn.Module:

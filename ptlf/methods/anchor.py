@@ -42,14 +42,14 @@ class Anchor(Method[AnchorConfig]):
             "views": {"name": "gentle"},
             "objective": {"projection": 1024},
             "training": {
-                "optimizer": {"name": "adamw", "weight_decay": 1e-4},
-                "lr": 4e-4,
+                "optimizer": {"name": "adamw", "weight_decay": 1e-2},
+                "lr": 1.2e-4,
                 "head_lr": 4e-3,
                 "schedule": "cosine",
                 "batch": 64,
-                "epochs": 10,
+                "epochs": 40,
+                "keep_views": 8,
             },
-            "freezing": {"policy": "ascending", "initial": 0.75, "final": 0.75, "shape": "constant"},
         }
     }
 

@@ -15,9 +15,9 @@ from ptlf.evaluation import PROBES, Prober
 from ptlf.evaluation.probes import OWN
 from ptlf.run.build import make_stream
 from ptlf.run.config import Config
-from ptlf.run.folder import START, restore_encoder
-from ptlf.run.inference import load_encoder, rebuilt
+from ptlf.run.inference import load_encoder
 from ptlf.run.results import add_evaluation, read_results
+from ptlf.run.verdict import Verdict, both_splits, judge, name_start, start_encoder
 from ptlf.stream.images import find_images
 from ptlf.stream.pack import data_root
 from ptlf.stream.packing import OnError, labelled_dataset
@@ -37,9 +37,9 @@ def evaluate_run(
     module: nn.Module | None = None,
     labelled: str | None = None,
     on_error: OnError = "refuse",
-) -> tuple[dict[str, Any], list[str]]:
+) -> tuple[dict[str, Any], list[str], Verdict | None]:
     """The probes on a finished run's encoder, with the settings in `config`. Returns rows as in results.json, by name,
-    and names of what they were tested on.
+    names of what they were tested on, and for `labelled` the encoder beside the one before training.
 
     chosen: only these probes; without it, those the settings enable.
     module: as it was before training, where the run was made with one.
@@ -65,12 +65,8 @@ def evaluate_run(
         probes = {name: replace(probes.get(name) or PROBES.find(name).Config(), enabled=True) for name in chosen}
     prober = Prober(stream, config.evaluation, probes, encoder.normalise, encoder.device)
 
-    before = rebuilt(encoder.card, folder, module, config.seed).to(encoder.device)
-    began_with_weights = module is None and config.encoder.weights is not None
-    kept = (folder / START).is_file()
-    if began_with_weights and kept:
-        restore_encoder(folder, before, START)
-    untrained = {} if began_with_weights and not kept else prober.rows(before, task)
+    start = start_encoder(encoder, folder, config, module)
+    untrained = {} if start is None else prober.rows(start.module, task)
     settings, used = prober.settings(), prober.used(task)
     counts = {"test_images": [len(split.test) for split in stream.eval_splits]}
     rows: dict[str, Any] = {}
@@ -92,4 +88,7 @@ def evaluate_run(
             add_evaluation(folder, test)  # for the run's page
         except UserError as error:
             warn(f"the test is not kept for the report: {error}")
-    return rows, names
+    verdict = None
+    if labelled is not None and start is not None:
+        verdict = judge(names[0], both_splits(data), encoder, start, name_start(config))
+    return rows, names, verdict

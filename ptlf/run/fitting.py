@@ -14,6 +14,7 @@ import torch
 from ptlf.core import processes
 from ptlf.core.errors import UserError
 from ptlf.core.settings import merge, nested
+from ptlf.methods import METHODS
 from ptlf.run.config import Config
 from ptlf.stream.pack import Pack, data_root, open_pack
 
@@ -23,6 +24,7 @@ MAX_GROUPED = 200  # classes; the groups of more would make config.yaml unreadab
 EPOCHS = (10, 15, 20, 30, 50, 75, 100, 150, 200)  # the greatest of them that the machine manages in its seconds
 FLOPS_PER_PIXEL = {"resnet18": 1.085e6, "resnet18-imagenet": 7.3e4, "resnet18-mini": 2.44e4}  # of a forward
 UNKNOWN_FLOPS = 7.3e4  # per pixel, of other encoders
+MAX_CONTINUED = 48_000  # images, every epoch's counted, that a given encoder is trained on in a task of few
 STEP = 6  # forwards that a step on an image costs: two views, and the backward takes as long as two forwards
 
 
@@ -99,7 +101,10 @@ def fit_settings(
         chosen["encoder.name"] = machine.network(pixels)
     if "training.batch" in free and sizes:
         chosen["training.batch"] = machine.batch(min(sizes))
-    if "training.epochs" in free:
+    if "training.epochs" in free and METHODS.find(values["method"]["name"]).starts_from_given:
+        most = values["training"]["epochs"]  # enough for few images; steps of more images do not become more
+        chosen["training.epochs"] = max(min(most, 10), min(most, MAX_CONTINUED // max(1, sum(sizes))))
+    elif "training.epochs" in free:
         flops = FLOPS_PER_PIXEL.get(chosen.get("encoder.name") or values["encoder"]["name"], UNKNOWN_FLOPS) * pixels**2
         chosen["training.epochs"] = max(machine.epochs(flops, sum(sizes)), 2 * values["training"]["warmup"])
     values = merge(Config, values, *[nested(name, value) for name, value in chosen.items()])

@@ -1,5 +1,6 @@
 """The next task of a run that learns tasks as they arrive: packed, and compared with those it has learnt."""
 
+import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -11,10 +12,12 @@ from ptlf.core.errors import UserError, info
 from ptlf.run.build import check_grows
 from ptlf.run.config import Config
 from ptlf.run.folder import claim_folder
+from ptlf.run.results import read_results
 from ptlf.stream import StreamConfig
-from ptlf.stream.arrivals import clear, known_images, place, reduced, task_name
+from ptlf.stream.arrivals import TASKS, arrived_names, clear, known_images, place, reduced, task_name
 from ptlf.stream.disk import disk_errors, files_below
 from ptlf.stream.pack import Pack
+from ptlf.training.checkpoint import Checkpoints, Position
 
 STREAM = "arriving"
 KEPT = 2  # checkpoints after a task: a run that never ends cannot keep them all
@@ -49,6 +52,25 @@ def claimed_for_learning(folder: Path) -> Iterator[None]:
     finally:
         if made and folder.is_dir() and not any(folder.iterdir()):
             folder.rmdir()
+
+
+def take_back(folder: Path, config: Config) -> None:
+    """Remove the last task from the run's folder, and what it left. Stopped in between, the run continues with that
+    task, or without it."""
+    names, saved = arrived_names(folder), Checkpoints(folder, config.checkpoint)
+    if len(names) < 2:
+        learnt = "has learnt one task" if names else "has no task that arrived"
+        raise UserError(f"{folder} {learnt}: there is nothing before it; remove the folder to begin anew")
+    before = [path for path in saved.files() if path.name.startswith("after-")]
+    tasks = read_results(folder)["tasks"] if (folder / "results.json").exists() else names
+    keep = Position(len(tasks) - 1).file
+    if keep not in [path.name for path in before]:
+        raise UserError(f"{folder} has no checkpoint from before {names[-1]} ({keep}), so it cannot be taken back")
+    for path in saved.files():
+        if path.name != keep and path not in before[: [p.name for p in before].index(keep)]:
+            path.unlink()
+    (folder / "results.json").unlink(missing_ok=True)
+    shutil.rmtree(folder / TASKS / names[-1])
 
 
 def select_new(incoming: Pack, learnt: Sequence[Pack], unfinished: bool, again: bool, new_only: bool) -> Pack | None:

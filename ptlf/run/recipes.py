@@ -58,9 +58,19 @@ VARIANTS: Mapping[str, Mapping[str, Any]] = {  # methods with freezing; other ke
     "ptlf-deep": {"method": "lump", "policy": "cost_aware", "initial": 0.2, "final": 0.6},
     "cassle-ptlf": {"method": "cassle", "policy": "correlation"},
     "layerwise": {"method": "finetune", "policy": "correlation"},
+    "continue": {"method": "anchor", "policy": "ascending", "initial": 0.75, "final": 0.75, "shape": "constant"},
 }
+FROM_NOTHING, FROM_GIVEN = "simsiam/ptlf", "vicreg/continue"  # what is learnt with where nothing is chosen
 
 DEFAULT = "digits/simsiam/ptlf"
+
+
+def default_recipe(stream: str, explicit: Settings) -> str:
+    """For this stream: one for encoders that have learnt something, where the settings give one."""
+    name, encoder = name_in(explicit, "encoder") or "", explicit.get("encoder")
+    told = encoder if isinstance(encoder, Mapping) else {}
+    given = name == "given" or name.startswith(("hf:", "onnx:")) or told.get("weights") or told.get("pretrained")
+    return f"{stream}/{FROM_GIVEN if given else FROM_NOTHING}"
 
 
 def recipe_names() -> list[str]:

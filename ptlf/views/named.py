@@ -64,7 +64,7 @@ def digits_views(size: int) -> tuple[View, ...]:
 def gentle(size: int) -> tuple[View, ...]:
     """Two equal views for a pretrained encoder: weak colours, for images whose colours and textures tell them apart."""
     colours = View(jitter=0.8, brightness=0.2, contrast=0.2, saturation=0.1, hue=0.02)
-    return (replace(colours, crop_scale=(0.4, 1.0)),) * 2
+    return (replace(colours, crop_scale=(0.6, 1.0), grey=0.2),) * 2
 
 
 VIEWS: dict[str, Callable[[int], tuple[View, ...]]] = {

@@ -154,7 +154,7 @@ def test_the_file_is_needed_only_once(tmp_path: Path, monkeypatch: pytest.Monkey
     results = Run(config, tmp_path / "stopped").train(resume=True)
     assert results["encoder_weights"] == whole["encoder_weights"]
     assert results["probes"] == whole["probes"]
-    probes, _ = evaluate_run(tmp_path / "stopped", config)
+    probes, *_ = evaluate_run(tmp_path / "stopped", config)
     for key in ("accuracy", "untrained"):
         assert probes["knn_class"][key] == results["probes"]["knn_class"][key]
     with pytest.raises(UserError, match="no file"):

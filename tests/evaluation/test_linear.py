@@ -79,10 +79,10 @@ def test_a_run_records_the_probes_and_evaluate_repeats_them(tiny, tmp_path) -> N
     assert probes["linear_task"]["accuracy"] > probes["linear"]["accuracy"] > 40  # of two classes, and of four
     chosen = {"linear": ["linear_task", "linear"], "knn_class": ["knn_class"]}
     for probe, rows in chosen.items():
-        again, _ = evaluate_run(tmp_path / "run", run.config, [probe])
+        again, *_ = evaluate_run(tmp_path / "run", run.config, [probe])
         assert list(again) == rows
         assert all(values["accuracy"] == probes[name]["accuracy"] for name, values in again.items())
-    both, _ = evaluate_run(tmp_path / "run", run.config, ["linear", "knn_task"])
+    both, *_ = evaluate_run(tmp_path / "run", run.config, ["linear", "knn_task"])
     assert list(both) == ["linear_task", "linear", "knn_task", "knn_task_k200"]
 
 

@@ -131,7 +131,7 @@ def test_what_a_run_leaves_behind(tiny, tmp_path) -> None:
     assert all(torch.equal(saved[name], value) for name, value in run.model.encoder.state_dict().items())
     config = from_dict(read_yaml(folder / "config.yaml"))
     assert config == run.config
-    probes, eval_splits = evaluate_run(folder, config)
+    probes, eval_splits, _ = evaluate_run(folder, config)
     assert eval_splits == ["0, 1", "2, 3"]
     for key in ("accuracy", "untrained"):
         assert probes["knn_class"][key] == results["probes"]["knn_class"][key]
@@ -253,7 +253,7 @@ def test_a_run_whose_encoder_cannot_be_saved_has_failed(tiny, tmp_path, monkeypa
 def test_a_run_without_tests_is_evaluated_later(tiny, tmp_path) -> None:
     config = tiny(evaluation__enabled=False)
     Run(config, tmp_path / "run").train()
-    probes, _ = evaluate_run(tmp_path / "run", config)
+    probes, *_ = evaluate_run(tmp_path / "run", config)
     assert probes["knn_task"]["accuracy"] > 0
     assert not config.evaluation.enabled
 
