@@ -5,6 +5,7 @@ from ptlf.encoders.encoder import (
     EncoderConfig,
     EncoderEntry,
     ask_for_module,
+    brings_weights,
     feature_dim,
     from_function,
     set_normalisation,
@@ -40,4 +41,4 @@ ENCODERS: Registry[EncoderEntry] = Registry(
 )
 
 __all__ = ["ENCODERS", "EncoderConfig", "EncoderEntry", "ResNet", "ViT", "Weights", "as_encoder", "feature_dim"]
-__all__ += ["load_weights", "read_tensors", "set_normalisation", "stored_encoder"]
+__all__ += ["brings_weights", "load_weights", "read_tensors", "set_normalisation", "stored_encoder"]

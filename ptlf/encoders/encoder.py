@@ -62,13 +62,18 @@ def ask_for_module(config: EncoderConfig) -> nn.Module:
     raise ValueError("it was a module given in Python; open the run there, with ptlf.Learner.load(RUN, encoder=MODULE)")
 
 
+def brings_weights(config: EncoderConfig) -> bool:
+    """Whether the encoder may have learnt something before the run."""
+    own = config.name == "given" or config.name.startswith(("hf:", "onnx:"))
+    return own or config.weights is not None or getattr(config, "pretrained", False)
+
+
 def set_normalisation(encoder: nn.Module, config: EncoderConfig) -> None:
     """Note the settings' mean and standard deviation at the encoder. One whose weights come from elsewhere must know
     how its inputs are normalised."""
     if config.mean is not None and config.std is not None:
         encoder.normalisation = tuple(config.mean), tuple(config.std)  # type: ignore[assignment]
-    elsewhere = config.weights is not None or config.name == "given" or config.name.startswith("onnx:")
-    if elsewhere and getattr(encoder, "normalisation", None) is None:
+    if brings_weights(config) and getattr(encoder, "normalisation", None) is None:
         example = "--encoder.mean '[0.485, 0.456, 0.406]' --encoder.std '[0.229, 0.224, 0.225]'"
         hint = f"give them, for ImageNet's {example}, or in Python set encoder.normalisation = (mean, std)"
         raise UserError(f"encoder {config.name!r} does not say by which mean and std its inputs are normalised; {hint}")

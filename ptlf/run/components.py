@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from ptlf.core import processes
 from ptlf.core.errors import UserError, short_repr, warn
 from ptlf.core.randomness import Randomness, derived_seed
-from ptlf.encoders import ENCODERS, Weights, as_encoder, load_weights, read_tensors
+from ptlf.encoders import ENCODERS, Weights, as_encoder, brings_weights, load_weights, read_tensors
 from ptlf.evaluation import Gallery, Prober
 from ptlf.freezing.recording import unchanged
 from ptlf.methods import METHODS, Method
@@ -42,8 +42,8 @@ class Components:
         self.config, self.folder = config, folder
         self.out = folder if processes.is_first() else None  # the folder, in the process that writes
         self.encoder_given = encoder is not None  # as a module, from Python
-        code = ENCODERS.names_code(config.encoder.name) or config.encoder.name.startswith("hf:")
-        self.own_encoder = self.encoder_given or code  # code of the user's, which may come with weights
+        code = ENCODERS.names_code(config.encoder.name)
+        self.own_encoder = self.encoder_given or code or brings_weights(config.encoder)  # may come with weights
         self.stream = stream = build.make_checked_stream(config, folder, stream)
         self.device = device = processes.local_device(build.choose_device(config.device))
         if device.type == "cuda" and device.index is not None:

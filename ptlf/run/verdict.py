@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from ptlf.encoders import brings_weights
 from ptlf.evaluation.metrics import spaced
 from ptlf.run.build import make_stream
 from ptlf.run.config import Config
@@ -118,8 +119,7 @@ def start_encoder(
 
 
 def name_start(config: Config) -> str:
-    given = config.encoder.weights or config.encoder.name == "given" or ":" in config.encoder.name
-    return "the given encoder" if given else "the untrained encoder"
+    return "the given encoder" if brings_weights(config.encoder) else "the untrained encoder"
 
 
 def both_splits(data: Dataset) -> Images:

@@ -1,0 +1,101 @@
+"""A pretrained encoder on new domains: what `ptlf learn` gains there, loses of what it knew, and takes.
+
+    python benchmarks/pretrained.py DOMAINS --encoder onnx:FILE [settings of the encoder] --out results/pretrained
+
+DOMAINS holds NAME.npz for each domain, with `images` (N, S, S, 3) uint8, `labels` and `groups` (pictures of one object
+have one group, and are never on both sides of a test), and photos.npz, what the encoder knew. Every domain is learnt in
+two days without its labels, by the recipe for given encoders. A finished run is kept in OUT and not repeated.
+"""
+
+import argparse
+import json
+import resource
+import tempfile
+import time
+from pathlib import Path
+
+import numpy as np
+from sklearn.linear_model import LogisticRegression
+from sklearn.model_selection import StratifiedGroupKFold
+
+import ptlf
+from ptlf.core.settings import load_yaml
+from ptlf.run.inference import load_encoder
+from ptlf.run.verdict import start_encoder
+
+KNOWN, DAYS, NEIGHBOURS = "photos", 2, 10
+
+
+def accuracies(features: np.ndarray, labels: np.ndarray, groups: np.ndarray) -> dict[str, list[int]]:
+    """Which images (N,) are right, by nearest neighbours and by a linear classifier, in five folds of groups."""
+    found = {"knn": np.zeros(len(labels), int), "linear": np.zeros(len(labels), int)}
+    unit = features / np.maximum(np.linalg.norm(features, axis=1, keepdims=True), 1e-12)
+    for train, test in StratifiedGroupKFold(5, shuffle=True, random_state=0).split(features, labels, groups):
+        similarity = unit[test] @ unit[train].T
+        near = np.argsort(-similarity, 1)[:, :NEIGHBOURS]
+        weights = np.exp(np.take_along_axis(similarity, near, 1) / 0.1)
+        votes = np.zeros((len(test), labels.max() + 1))
+        for column in range(NEIGHBOURS):
+            np.add.at(votes, (np.arange(len(test)), labels[train][near[:, column]]), weights[:, column])
+        found["knn"][test] = votes.argmax(1) == labels[test]
+        mean, std = features[train].mean(0), features[train].std(0) + 1e-6
+        classifier = LogisticRegression(C=0.01, max_iter=200).fit((features[train] - mean) / std, labels[train])
+        found["linear"][test] = classifier.predict((features[test] - mean) / std) == labels[test]
+    return {name: right.tolist() for name, right in found.items()}
+
+
+def small_pixels(images: np.ndarray) -> np.ndarray:
+    size = images.shape[1] // 8
+    small = images.reshape(len(images), 8, size, 8, size, 3).mean((2, 4)).reshape(len(images), -1)
+    return small - small.mean(1, keepdims=True)
+
+
+def learn(domain: Path, known: Path, seed: int, settings: dict[str, object], folder: Path) -> dict[str, object]:
+    data, old = np.load(domain), np.load(known)
+    images, test = data["images"], (data["labels"], data["groups"])
+    known_test = old["labels"], old["groups"]
+    order, began = np.random.default_rng(seed).permutation(len(images)), time.monotonic()
+    learner = ptlf.Learner(out=folder, size=images.shape[1], seed=seed, **settings)
+    for day, rows in enumerate(np.array_split(order, DAYS), start=1):
+        learner.learn(images[rows], f"day{day}")
+    seconds, results = time.monotonic() - began, learner.results
+    start = start_encoder(load_encoder(folder), folder, learner.config, None)
+    return {
+        "domain": domain.stem, "seed": seed, "images": len(images), "days": DAYS, "config": results["config"],
+        "commit": results["commit"], "environment": results["environment"],
+        "seconds": seconds, "cost": {k: v for k, v in results["cost"].items() if not isinstance(v, dict | list)},
+        "peak_resident_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+        "start": accuracies(start.embed(images), *test), "end": accuracies(learner.embed(images), *test),
+        "pixels": accuracies(small_pixels(images), *test),
+        "known_start": accuracies(start.embed(old["images"]), *known_test),
+        "known_end": accuracies(learner.embed(old["images"]), *known_test),
+    }  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("domains", type=Path)
+    parser.add_argument("--encoder", required=True, help="as for --encoder.name")
+    parser.add_argument("--only", nargs="+", help="names of domains")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--name", default="default", help="of the settings, in the files' names")
+    parser.add_argument("--out", type=Path, default=Path("results/pretrained"))
+    options, words = parser.parse_known_args()
+    settings: dict[str, object] = {"encoder": options.encoder, "evaluation.gallery": False}
+    settings |= {word.removeprefix("--"): load_yaml(value) for word, value in zip(words[::2], words[1::2], strict=True)}
+    options.out.mkdir(parents=True, exist_ok=True)
+    for seed in options.seeds:
+        for domain in sorted(options.domains.glob("*.npz")):
+            file = options.out / f"{options.name}-{domain.stem}-seed{seed}.json"
+            if domain.stem == KNOWN or file.exists() or (options.only and domain.stem not in options.only):
+                continue
+            with tempfile.TemporaryDirectory() as folder:
+                found = learn(domain, options.domains / f"{KNOWN}.npz", seed, settings, Path(folder) / "run")
+            file.write_text(json.dumps(found))
+            parts = ("start", "end", "known_start", "known_end")
+            means = {part: round(100 * float(np.mean(found[part]["knn"])), 1) for part in parts}
+            print(file.stem, means, f"{found['seconds']:.0f} s", flush=True)
+
+
+if __name__ == "__main__":
+    main()
