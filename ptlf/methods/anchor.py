@@ -20,7 +20,7 @@ SMOOTHING = 0.1  # share of a step in the running mean of the objective's gradie
 class AnchorConfig(MethodConfig):
     name: str = "anchor"
     weight: float = key(
-        0.2, "strongest pull of the anchor on a feature vector, as a share of the objective's pull", ge=0
+        0.1, "strongest pull of the anchor on a feature vector, as a share of the objective's pull", ge=0
     )
     teacher: str = key(
         "previous", "the earlier encoder: the last task's, or the given one in all tasks", choices=("previous", "given")
