@@ -11,6 +11,7 @@ from ptlf.core.memory import check_fits
 from ptlf.core.phases import Phase, silent
 
 BATCH = 64  # images per forward
+DTYPE = torch.bfloat16  # that outputs are kept in
 
 
 @dataclass
@@ -18,7 +19,7 @@ class KeptViews:
     """key: of the task and the prefix that the outputs are of. rows: of the images, by their indices."""
 
     key: tuple[object, ...]
-    outputs: Tensor  # (views, images, ...) bfloat16; view k was made as the (k % kinds)-th of a step's views
+    outputs: Tensor  # (views, images, ...); view k was made as the (k % kinds)-th of a step's views
     rows: Tensor
 
     @classmethod
@@ -37,10 +38,10 @@ class KeptViews:
                     h = encode(part, view)
                     if outputs is None:
                         shape = (count, len(chosen), *h.shape[1:])
-                        size, what = 2 * np.prod(shape, dtype=float), f"{count} views of each of {len(chosen)} images"
-                        check_fits(f"the prefix's output for {what} (training.keep_views)", size, h.device)
-                        outputs = h.new_empty(shape, dtype=torch.bfloat16)
-                    outputs[view, rows[part]] = h.bfloat16()
+                        what = f"the prefix's output for {count} views of {len(chosen)} images (training.keep_views)"
+                        check_fits(what, DTYPE.itemsize * np.prod(shape, dtype=float), h.device)
+                        outputs = h.new_empty(shape, dtype=DTYPE)
+                    outputs[view, rows[part]] = h.to(DTYPE)
                     advance(len(part))
         assert outputs is not None
         return cls(key, outputs, rows.to(outputs.device))
