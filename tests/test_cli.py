@@ -314,6 +314,12 @@ class TestData:
         shown = run_cli(*self.pack(tmp_path, "--folders", "tasks", "--overwrite")).out
         assert "  the order of the tasks, by their names: 'ant', 'bee'" in shown
 
+    def test_a_damaged_pack_is_named(self, tmp_path) -> None:
+        run_cli(*self.pack(tmp_path))
+        images = tmp_path / "data" / "pets" / "train.npy"
+        images.write_bytes(images.read_bytes()[:-1] + b"x")
+        assert "damaged: pets" in refused("data", "verify")
+
     def test_other_refusals(self, tmp_path, monkeypatch) -> None:
         (tmp_path / "empty").mkdir()
         assert "unknown data set 'cifar11'; did you mean 'cifar10'?" in refused("data", "get", "cifar11")

@@ -171,7 +171,8 @@ def test_tables_speak_of_a_given_encoder(tmp_path: Path, capsys: pytest.CaptureF
     words = ["train", "--recipe", "digits/simsiam/finetune", "--encoder.name", "resnet18-mini", "--training.epochs=1"]
     words += ["--stream.groups", "[[0, 1], [2, 3]]", "--device", "cpu", "--evaluation.gallery", "false"]
     save_file(made("resnet18-mini").state_dict(), tmp_path / "w.safetensors")
-    given = ["--encoder.weights", str(tmp_path / "w.safetensors")]
+    half = "[0.5, 0.5, 0.5]"
+    given = ["--encoder.weights", str(tmp_path / "w.safetensors"), "--encoder.mean", half, "--encoder.std", half]
     assert main([*words, *given, "--out", str(tmp_path / "run")]) == 0
     said = capsys.readouterr().out
     assert "nothing (given encoder)" in said and "random encoder" not in said and "knn_class given encoder" in said

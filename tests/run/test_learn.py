@@ -745,11 +745,13 @@ def test_lists_and_pairs_are_learnt_and_embedded(tmp_path: Path) -> None:
     images = [Image.fromarray(image) for image in pixels]
     learner = ptlf.Learner(tiny_encoder(), out=tmp_path / "run", size=SIZE, **FAST, **{"probes.knn_class.k": 3})
     learner.learn(images, name="list", watcher=QUIET)
+    earlier = learner.embed(images)
     pairs = [(image, "ab"[number % 2]) for number, image in enumerate(images[::-1])]
     results = learner.learn(pairs, name="pairs", test_fraction=0.25, watcher=QUIET)
     assert results["tasks"] == ["list", "pairs"] and results["eval_splits"] == ["pairs"]
     features = learner.embed(images)
     assert np.array_equal(features, learner.embed(list(pixels))) and features.shape == (24, 16)
+    assert not np.allclose(features, earlier)
     module = ptlf.load_encoder(tmp_path / "run", encoder=tiny_encoder(), device="cpu")
     assert np.allclose(module.embed(pixels), features, atol=1e-6)
     np.savez(tmp_path / "later.npz", images=pixels, labels=np.arange(24) % 2)
@@ -766,7 +768,8 @@ def test_a_run_that_began_with_a_file_goes_on_without_it(tmp_path: Path, own: bo
     settings = {**FAST, "encoder.weights": str(tmp_path / "w.pt"), "memory.images": str(tmp_path / "known.npy")}
 
     def new(out: Path) -> ptlf.Learner:
-        return ptlf.Learner(tiny_encoder() if own else "conftest:tiny_encoder", out=out, **settings)
+        encoder = tiny_encoder() if own else "conftest:tiny_encoder"
+        return ptlf.Learner(encoder, "simsiam", "ptlf", out, **settings)
 
     whole = new(tmp_path / "whole")
     for start in (16, 28):

@@ -29,7 +29,7 @@ SETTINGS = {
 # Widths, where an objective or method has them, and a penalty that counts.
 SMALL = {
     "objective": {"hidden": 16, "bottleneck": 8},
-    "method": {"hidden": 16, "weight": 0.3, "strength": 1e6, "damping": 0.5, "clip": 0.01},
+    "method": {"hidden": 16, "weight": 0.3, "strength": 20.0, "damping": 1e-5, "clip": 0.01},
 }
 
 
