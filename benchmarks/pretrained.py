@@ -4,7 +4,8 @@
 
 DOMAINS holds NAME.npz for each domain, with `images` (N, S, S, 3) uint8, `labels` and `groups` (pictures of one object
 have one group, and are never on both sides of a test), and photos.npz, what the encoder knew. Every domain is learnt in
-two days without its labels, by the recipe for given encoders. A finished run is kept in OUT and not repeated.
+two days without its labels, by the recipe for given encoders. A finished run is kept in OUT and not repeated. With
+--table the kept runs are printed as a table.
 """
 
 import argparse
@@ -13,6 +14,7 @@ import resource
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from sklearn.linear_model import LogisticRegression
@@ -72,15 +74,42 @@ def learn(domain: Path, known: Path, seed: int, settings: dict[str, object], fol
     }  # fmt: skip
 
 
+def gain(runs: list[dict[str, Any]], before: str, after: str, test: str) -> str:
+    """Mean over seeds of the difference in points, its 95 % interval over images, and the seeds' range."""
+    each = np.array([np.subtract(run[after][test], run[before][test]) for run in runs]) * 100.0
+    images, seeds = each.mean(0), each.mean(1)
+    sure = 1.96 * images.std() / len(images) ** 0.5
+    return f"{images.mean():+.1f} ± {sure:.1f} ({seeds.min():+.1f} to {seeds.max():+.1f})"
+
+
+def print_table(out: Path) -> None:
+    runs: dict[tuple[str, str], list[dict[str, Any]]] = {}
+    for file in sorted(out.glob("*-seed*.json")):
+        name, domain, _ = file.stem.rsplit("-", 2)
+        runs.setdefault((name, domain), []).append(json.loads(file.read_text()))
+    titles = ["settings", "images", "seeds", "kNN at the start", "gained", "linear at the start", "gained"]
+    titles += ["what it knew, kNN", "gained"]
+    print(f"| {' | '.join(titles)} |", "|---" * len(titles) + "|", sep="\n")
+    for (name, domain), some in runs.items():
+        start = [f"{100 * np.mean(some[0]['start'][test]):.1f}" for test in ("knn", "linear")]
+        known = f"{100 * np.mean(some[0]['known_start']['knn']):.1f}"
+        cells = [name, domain, len(some), start[0], gain(some, "start", "end", "knn"), start[1]]
+        cells += [gain(some, "start", "end", "linear"), known, gain(some, "known_start", "known_end", "knn")]
+        print(f"| {' | '.join(map(str, cells))} |")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("domains", type=Path)
-    parser.add_argument("--encoder", required=True, help="as for --encoder.name")
+    parser.add_argument("--encoder", default="resnet18", help="as for --encoder.name")
+    parser.add_argument("--table", action="store_true", help="of the runs in OUT; nothing is trained")
     parser.add_argument("--only", nargs="+", help="names of domains")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--name", default="default", help="of the settings, in the files' names")
     parser.add_argument("--out", type=Path, default=Path("results/pretrained"))
     options, words = parser.parse_known_args()
+    if options.table:
+        return print_table(options.out)
     settings: dict[str, object] = {"encoder": options.encoder, "evaluation.gallery": False}
     settings |= {word.removeprefix("--"): load_yaml(value) for word, value in zip(words[::2], words[1::2], strict=True)}
     options.out.mkdir(parents=True, exist_ok=True)
