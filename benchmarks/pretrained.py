@@ -74,6 +74,28 @@ def learn(domain: Path, known: Path, seed: int, settings: dict[str, object], fol
     }  # fmt: skip
 
 
+def learn_in_turn(
+    domains: list[Path], known: Path, seed: int, settings: dict[str, Any], folder: Path
+) -> dict[str, Any]:
+    """Two domains in turn, five days: the first on days 1, 3 and 5."""
+    data, old, began = [np.load(domain) for domain in domains], np.load(known), time.monotonic()
+    random = np.random.default_rng(seed)
+    days = [np.array_split(random.permutation(len(d["images"])), n) for d, n in zip(data, (3, 2), strict=True)]
+    learner = ptlf.Learner(out=folder, size=data[0]["images"].shape[1], seed=seed, **settings)
+    for day in range(5):
+        learner.learn(data[day % 2]["images"][days[day % 2][day // 2]], f"day{day + 1}")
+    results = learner.results
+    found = {
+        "seed": seed,
+        "config": results["config"],
+        "commit": results["commit"],
+        "seconds": time.monotonic() - began,
+    }
+    for name, each in [*zip((domain.stem for domain in domains), data, strict=True), (KNOWN, old)]:
+        found[name] = accuracies(learner.embed(each["images"]), each["labels"], each["groups"])
+    return found
+
+
 def gain(runs: list[dict[str, Any]], before: str, after: str, test: str) -> str:
     """Mean over seeds of the difference in points, its 95 % interval over images, and the seeds' range."""
     each = np.array([np.subtract(run[after][test], run[before][test]) for run in runs]) * 100.0
@@ -103,6 +125,7 @@ def main() -> None:
     parser.add_argument("domains", type=Path)
     parser.add_argument("--encoder", default="resnet18", help="as for --encoder.name")
     parser.add_argument("--table", action="store_true", help="of the runs in OUT; nothing is trained")
+    parser.add_argument("--turns", nargs=2, help="two domains to learn in turn, in five days")
     parser.add_argument("--only", nargs="+", help="names of domains")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--name", default="default", help="of the settings, in the files' names")
@@ -113,13 +136,20 @@ def main() -> None:
     settings: dict[str, object] = {"encoder": options.encoder, "evaluation.gallery": False}
     settings |= {word.removeprefix("--"): load_yaml(value) for word, value in zip(words[::2], words[1::2], strict=True)}
     options.out.mkdir(parents=True, exist_ok=True)
+    known = options.domains / f"{KNOWN}.npz"
     for seed in options.seeds:
+        if options.turns:
+            file = options.out / f"turns-{'-'.join(options.turns)}-{seed}.json"
+            with tempfile.TemporaryDirectory() as folder:
+                both = [options.domains / f"{name}.npz" for name in options.turns]
+                file.write_text(json.dumps(learn_in_turn(both, known, seed, settings, Path(folder) / "run")))
+            continue
         for domain in sorted(options.domains.glob("*.npz")):
             file = options.out / f"{options.name}-{domain.stem}-seed{seed}.json"
             if domain.stem == KNOWN or file.exists() or (options.only and domain.stem not in options.only):
                 continue
             with tempfile.TemporaryDirectory() as folder:
-                found = learn(domain, options.domains / f"{KNOWN}.npz", seed, settings, Path(folder) / "run")
+                found = learn(domain, known, seed, settings, Path(folder) / "run")
             file.write_text(json.dumps(found))
             parts = ("start", "end", "known_start", "known_end")
             means = {part: round(100 * float(np.mean(found[part]["knn"])), 1) for part in parts}
