@@ -126,6 +126,7 @@ def test_list_names_everything() -> None:
         heading, *lines = run_cli("list", family).out.splitlines()
         assert heading == f"{family}:" and all(len(line.split()) > 1 for line in lines)
     assert {line.split()[0] for line in lines} >= VARIANTS.keys()
+    assert any(line.split()[:3] == ["lump", "LUMP:", "every"] for line in lines)
 
 
 def test_help_of_every_command(capsys) -> None:

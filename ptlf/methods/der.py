@@ -1,4 +1,4 @@
-"""DER: the encoder's vectors of memory images are held near those stored when the images were seen."""
+"""DER (Buzzega et al., 2020)."""
 
 from dataclasses import dataclass
 
@@ -20,7 +20,9 @@ class DERConfig(MethodConfig):
 
 
 class DER(Method[DERConfig]):
-    """Stored with an image: the vector of its first view as the step's forward made it."""
+    """DER: the encoder's vectors of memory images are held near those stored when the images were seen.
+
+    Stored with an image: the vector of its first view as the step's forward made it."""
 
     Config = DERConfig
     needs_memory = True

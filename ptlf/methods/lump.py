@@ -1,4 +1,4 @@
-"""LUMP: every batch is mixed with images from the replay memory, and the objective sees the mixture."""
+"""LUMP (Madaan et al., 2022)."""
 
 from dataclasses import dataclass
 
@@ -20,7 +20,9 @@ class LumpConfig(MethodConfig):
 
 
 class Lump(Method[LumpConfig]):
-    """View 1 is mixed with a fresh augmentation of the stored image, view 2 with the stored view as it is."""
+    """LUMP: every batch is mixed with images from the replay memory, and the objective sees the mixture.
+
+    View 1 is mixed with a fresh augmentation of the stored image, view 2 with the stored view as it is."""
 
     Config = LumpConfig
     needs_memory = True

@@ -1,4 +1,4 @@
-"""PNN: a new column for every task, fed by the columns before it, which are never touched again."""
+"""PNN (Rusu et al., 2016)."""
 
 from dataclasses import dataclass
 from typing import ClassVar, Self
@@ -22,7 +22,9 @@ class PNNConfig(MethodConfig):
 
 
 class PNN(Method[PNNConfig]):
-    """Each split is tested with its own task's column, or with the vectors of all columns joined."""
+    """PNN: a new column for every task, fed by the columns before it, which are never touched again.
+
+    Each split is tested with its own task's column, or with the vectors of all columns joined."""
 
     Config = PNNConfig
     freezable = False
