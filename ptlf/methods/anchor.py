@@ -64,8 +64,8 @@ class Anchor(Method[AnchorConfig]):
         self.previous.eval()
         return self
 
-    def begin_task(self, index: int, model: Model) -> None:
-        super().begin_task(index, model)
+    def begin_task(self, index: int, model: Model, steps: int) -> None:
+        super().begin_task(index, model, steps)
         if index == 0 or self.config.teacher == "previous":
             self.previous.encoder.load_state_dict(model.encoder.state_dict())
         self.pull.zero_()

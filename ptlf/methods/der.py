@@ -44,5 +44,5 @@ class DER(Method[DERConfig]):
         replay = self.config.alpha * filled * F.mse_loss(replayed, self.memory.outputs[picks])
         return {"ssl": model.loss(features, batch), "replay": replay}
 
-    def remember(self, batch: Batch) -> None:
+    def remember(self, model: Model, batch: Batch) -> None:
         self.memory.add(batch, batch.draws["slots"], batch.outputs)

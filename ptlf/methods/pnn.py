@@ -41,8 +41,8 @@ class PNN(Method[PNNConfig]):
             raise UserError(f"method 'pnn' builds columns of a residual network, not of {type(encoder).__name__}")
         return Columns(encoder, config.width, tasks)
 
-    def begin_task(self, index: int, model: Model) -> None:
-        super().begin_task(index, model)
+    def begin_task(self, index: int, model: Model, steps: int) -> None:
+        super().begin_task(index, model, steps)
         assert isinstance(model.encoder, Columns)
         model.encoder.begin(index)
         for module in model.objective.modules():

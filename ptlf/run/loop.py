@@ -177,7 +177,7 @@ class Run:
     def begin_task(self, steps: int) -> None:
         task, memory = self.progress.task, self.method.memory
         self.model.objective.begin_task(steps)
-        self.method.begin_task(task, self.model)
+        self.method.begin_task(task, self.model, steps)
         if memory is not None:
             memory.begin_task()
         remembers = memory is not None and memory.old_count > 0

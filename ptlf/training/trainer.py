@@ -148,7 +148,7 @@ class Trainer:
         self.method.after_backward(self.model, self.optimizer.param_groups[0]["lr"])
         self.optimizer.step()
         self.model.objective.after_step(self.model.encoder, batch)
-        self.method.remember(batch)
+        self.method.remember(self.model, batch)
         values = {name: loss.detach() for name, loss in losses.items()}
         if processes.joined():
             average_statistics(self.model, self.method)

@@ -177,7 +177,7 @@ def steps(name: str, *, fast: bool) -> list[dict[str, Any]]:
         accelerator = FastParts(processes.share(run.config.training.batch), run.device)
         accelerator.has_kernels, run.model.accelerator, run.trainer.engine_kind = True, accelerator, "compiled"
         assert can_fuse(run.model.encoder)
-    run.method.begin_task(0, run.model)
+    run.method.begin_task(0, run.model, 10)
     found = []
     for frozen in FROZEN:
         run.freezing.freezer.thaw()
