@@ -135,7 +135,7 @@ class Snapshots:
         set_global_state(state["torch_random"], parts.device)
         if epoch is not None:
             losses = {name: values.to(parts.device) for name, values in epoch["losses"].items()}
-            progress.epoch_state = EpochState(epoch["order"], epoch["steps"], epoch["views"], losses)
+            progress.epoch_state = EpochState(**{**epoch, "losses": losses})
         progress.task, progress.epoch = state["position"]["task"], state["position"]["epoch"]
         progress.ended = state["ended"]
         self.clock.add(state["clock"])
