@@ -126,7 +126,7 @@ class Record:
                 found[probe]["forward_transfer"] = evaluation.forward_transfer(future, base[: len(future)])
         return found
 
-    def test_reference(self, rows: Mapping[str, Row]) -> None:
+    def add_reference(self, rows: Mapping[str, Row]) -> None:
         for probe, row in rows.items():
             self.reference.setdefault(probe, []).extend(value for value in row if value is not None)
 

@@ -169,7 +169,7 @@ class Trainer:
         trained = sum(p.nbytes for p in self.trained() if p.requires_grad)  # after a resume no step may have run yet
         return self.sent.get(self.variant, trained)
 
-    def begin_epoch(self) -> EpochState:
+    def new_epoch_state(self) -> EpochState:
         return EpochState(self.random["order"].get_state())
 
     def epoch(self, indices: np.ndarray, epoch: int, state: EpochState) -> Generator[None]:

@@ -183,7 +183,7 @@ def steps(name: str, *, fast: bool) -> list[dict[str, Any]]:
         run.freezing.freezer.thaw()
         run.freezing.freezer.freeze(frozen)
         run.trainer.rebuild()
-        state = run.trainer.begin_epoch()
+        state = run.trainer.new_epoch_state()
         for _ in run.trainer.epoch(run.stream.tasks[0].train, 0, state):
             pass
         found.append(
