@@ -1,4 +1,4 @@
-"""DER (Buzzega et al., 2020)."""
+"""DER: with an image, the memory stores the vector of its first view as the step's forward made it."""
 
 from dataclasses import dataclass
 
@@ -20,9 +20,7 @@ class DERConfig(MethodConfig):
 
 
 class DER(Method[DERConfig]):
-    """DER: the encoder's vectors of memory images are held near those stored when the images were seen.
-
-    Stored with an image: the vector of its first view as the step's forward made it."""
+    """DER: the encoder's vectors of memory images are held near those stored when the images were seen."""
 
     Config = DERConfig
     needs_memory = True

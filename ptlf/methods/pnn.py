@@ -1,4 +1,4 @@
-"""PNN (Rusu et al., 2016)."""
+"""PNN: each split is tested with its own task's column, or with the vectors of all columns joined."""
 
 from dataclasses import dataclass
 from typing import ClassVar, Self
@@ -22,9 +22,7 @@ class PNNConfig(MethodConfig):
 
 
 class PNN(Method[PNNConfig]):
-    """PNN: a new column for every task, fed by the columns before it, which are never touched again.
-
-    Each split is tested with its own task's column, or with the vectors of all columns joined."""
+    """PNN: a new column for every task, fed by the columns before it, which are never touched again."""
 
     Config = PNNConfig
     freezable = False

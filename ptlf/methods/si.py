@@ -1,4 +1,4 @@
-"""SI (Zenke et al., 2017)."""
+"""SI: per encoder parameter, penalty = strength * sum of importance * (p - anchor)^2."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -25,8 +25,6 @@ class SIConfig(MethodConfig):
 
 class SI(Method[SIConfig]):
     """SI: weights that earned much of the past tasks' progress are held near where those tasks left them.
-
-    Per encoder parameter, penalty = strength * sum of importance * (p - anchor)^2.
 
     Importance follows LUMP's public code, not Zenke et al.: the path counts lr * grad^2 with the clipped gradient of
     the whole loss, penalty included, in place of -grad * change.

@@ -24,7 +24,6 @@ MEMORY = (
     "epochs, before any froze"
 )
 COMPILING = " without compiling"  # in titles, which are short: three runs stand beside them in 80 columns
-COMPILED = ("learning_seconds", "train_seconds")  # what a wait for the compiler adds to
 
 
 @dataclass(frozen=True)
@@ -178,7 +177,7 @@ def recorded(comparison: Comparison, measures: Sequence[Measure]) -> list[Measur
     found = [m for m in measures if any(group.values(m.path) for group in groups)]
     engines = {run.results["environment"].get("engine") for group in groups for run in group.runs}
     waited = len(groups) > 1 and engines != {"eager"}  # or may have: older records do not say
-    return [steady(m) if waited and m.path[-1] in COMPILED else m for m in found]
+    return [steady(m) if waited and m.path[-1] in ("learning_seconds", "train_seconds") else m for m in found]
 
 
 def steady(measure: Measure) -> Measure:

@@ -91,9 +91,7 @@ class EpochState:
 
 @dataclass(frozen=True)
 class MeasuredStep:
-    """Every field is a column of the epochs' lines; FLOPs are multiplied by the epoch's views."""
-
-    kept_bytes: int
+    kept_bytes: int  # like every field a column of the epochs' lines, where the FLOPs are those of all views
     backward_flops_per_view: float
     peak_memory_bytes: int | None  # of forward and backward, uncaptured: a captured graph's memory is not counted
 
