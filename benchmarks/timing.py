@@ -114,7 +114,7 @@ def steps_in_task(configs: Sequence[Config], size: int, steps: int, task: int) -
         for index in range(len(run.stream.tasks)):
             if index > 0:
                 run.method.end_task(index - 1, run.model)
-            run.method.begin_task(index, run.model)
+            run.method.begin_task(index, run.model, steps)
         rows.append({"recipe": config.recipe, "task": task, **time_steps(run, steps)})
     return rows
 

@@ -126,6 +126,7 @@ def test_list_names_everything() -> None:
         heading, *lines = run_cli("list", family).out.splitlines()
         assert heading == f"{family}:" and all(len(line.split()) > 1 for line in lines)
     assert {line.split()[0] for line in lines} >= VARIANTS.keys()
+    assert any(line.split()[:3] == ["lump", "LUMP:", "every"] for line in lines)
 
 
 def test_help_of_every_command(capsys) -> None:
@@ -272,6 +273,11 @@ def test_options_settings_and_other_words_come_in_any_order() -> None:
     options, _ = parse_words(make_parser(), words.split())
     assert (options["recipes"], options["seeds"]) == (["a/b/c", "d/e/f"], [0, 1])
     assert options["overrides"] == ["--training.epochs", "2", "--device", "cpu", "--log=[wandb]"]
+    for word in ("--data-root", "--data_root"):  # either spelling, of options and settings
+        options, _ = parse_words(make_parser(), ["data", "verify", "_x", f"{word}=d_1"])
+        assert (options["names"], options["data_root"]) == (["_x"], "d_1")
+        options, _ = parse_words(make_parser(), ["train", "--trust_code", word, "d_1"])
+        assert options["trust_code"] and resolve_config(None, None, options["overrides"]).data_root == "d_1"
 
 
 def test_the_working_folder_is_on_the_path_only_while_it_is_needed(tmp_path, monkeypatch) -> None:

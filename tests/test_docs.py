@@ -6,6 +6,7 @@ says so in its first line, `# needs A and B`: a package, with which it is run wh
 OUTSIDE. Its commands must still parse. Runs on the digits are shortened.
 """
 
+import ast
 import contextlib
 import importlib
 import importlib.util
@@ -25,6 +26,7 @@ import numpy as np
 import pytest
 from conftest import tiny_config
 from PIL import Image
+from test_architecture import TREES
 
 import ptlf
 from ptlf.cli import main
@@ -264,6 +266,19 @@ def test_links_lead_to_files_and_headings() -> None:
             else:
                 assert os.path.relpath(file, ROOT) in there, (path, address)
                 assert not anchor or anchor in anchors(file.read_text()), (path, address)
+
+
+def test_what_the_contributors_page_names_exists() -> None:
+    """Paths from the root or below `ptlf/`, `NAME` in or of `path`, and `Class.attribute`."""
+    text = FENCE.sub("", (ROOT / "CONTRIBUTING.md").read_text()).replace("commands/FILE.py", "")
+    paths = set(re.findall(r"`[^`\n]*?\b([\w/]+(?:\.py|/))(?=[`) ])", text))
+    files = {path: next(p for p in (ROOT / path, ROOT / "ptlf" / path, Path()) if p.exists()) for path in paths}
+    assert len(files) > 20 and Path() not in files.values(), files
+    for name, path in re.findall(r"`(\w+)` (?:in|of) `([\w/]+\.py)`", text):
+        assert re.search(rf"^(def |class )?{name}\b", files[path].read_text(), re.MULTILINE), (name, path)
+    classes = {n.name: ast.unparse(n) for tree in TREES.values() for n in tree.body if isinstance(n, ast.ClassDef)}
+    for owner, name in re.findall(r"`([A-Z]+[a-z]\w*)\.(\w+)", text):
+        assert re.search(rf"^    (def )?{name}\b|self\.{name}\b", classes[owner], re.MULTILINE), (owner, name)
 
 
 # --- the site

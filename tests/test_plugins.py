@@ -78,6 +78,7 @@ def test_registered_members_train_compare_and_show_up(tmp_path) -> None:
 @pytest.mark.usefixtures("registered")
 def test_registered_members_are_listed_with_their_keys_and_recipes() -> None:
     about = {"streams": "stripes, 2 tasks x 2 classes", "encoders": "two convolutions", "recipes": RECIPE}
+    about |= {"methods": "The objective, and short features.", "policies": "From the output downwards."}
     assert all(words in run_cli("list", family).out for family, words in about.items())
     assert {name for _, name, _ in MEMBERS} <= {line.split()[0] for line in run_cli("list").out.splitlines()}
     keys = make_parser().verbs["train"].format_help()

@@ -63,8 +63,10 @@ def parse_options(parser: Parser, words: Sequence[str]) -> tuple[dict[str, Any],
         if word == "--":
             others += [word, *rest]
             break
-        if not word.startswith("--") or word.partition("=")[0] in parser._option_string_actions:
-            others.append(word)
+        name, equals, text = word.partition("=")
+        option = name.replace("_", "-")  # either spelling will do, as for settings
+        if not word.startswith("--") or option in parser._option_string_actions:
+            others.append(option + equals + text if word.startswith("--") else word)
             continue
         settings.append(word)
         if "=" not in word and rest and not re.match("-(?![0-9.]|$)", rest[0]):

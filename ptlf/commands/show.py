@@ -1,6 +1,5 @@
 """`ptlf report`, `list` and `completion`."""
 
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -65,14 +64,8 @@ def list_members(what: str | None) -> None:
 
 
 def summaries(family: Mapping[str, type]) -> dict[str, str]:
-    """What each member is: the first paragraph about its class, or about its file if that is ours and has no other."""
-    files = [kind.__module__ for kind in family.values()]
-    texts = {}
-    for name, kind in family.items():
-        alone = kind.__module__.startswith("ptlf.") and files.count(kind.__module__) == 1
-        text = (sys.modules[kind.__module__].__doc__ if alone else kind.__doc__) or kind.__doc__ or ""
-        texts[name] = " ".join(text.split("\n\n")[0].split())
-    return texts
+    """The first line about each member's class."""
+    return {name: (kind.__doc__ or "").strip().partition("\n")[0] for name, kind in family.items()}
 
 
 def completion(shell: str) -> None:

@@ -69,8 +69,9 @@ class KnnClassConfig(KnnTaskConfig):
 
 
 class KnnTask(Probe[KnnTaskConfig]):
-    """LUMP's protocol: each split against its own task's training images. The code published with LUMP's paper has
-    k = 200; since October 2022 it has k = tasks seen. Both are recorded."""
+    """LUMP's protocol: each split against its own task's training images.
+
+    The code published with LUMP's paper has k = 200; since October 2022 it has k = tasks seen. Both are recorded."""
 
     Config: ClassVar[type[ProbeConfig]] = KnnTaskConfig
     rows: ClassVar[Mapping[str, str]] = {"knn_task": OWN}

@@ -1,6 +1,6 @@
 """Which units freeze next: the policies' contract, and those that ship with the library, by name."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Generic, TypeVar, cast
 
@@ -21,6 +21,7 @@ class Context:
     savings: dict[str, Saving] | None = None
     generator: torch.Generator | None = None
     remaining: int = 1  # how many more may freeze before the task ends
+    sizes: Mapping[str, int] = field(default_factory=dict)  # number of parameters of each unit
 
     def ratio(self, name: str, default: float | None = None) -> float:
         found = None if self.ratios is None else self.ratios.get(name, default)

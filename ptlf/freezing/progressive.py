@@ -39,7 +39,8 @@ class ProgressiveFreezing:
             raise ValueError(f"update is one of {UPDATES} and thaw one of {THAWS}, not {update!r} and {thaw!r}")
         self.freezer, self.policy, self.schedule, self.update, self.thaw = freezer, policy, schedule, update, thaw
         self.keep_frozen: list[str] = []  # frozen when the task began; of these, what the policy takes again stays so
-        self.context = Context([unit.name for unit in freezer.units], None, savings, generator)
+        sizes = {unit.name: sum(p.numel() for p in unit.parameters()) for unit in freezer.units}
+        self.context = Context(list(sizes), None, savings, generator, sizes=sizes)
         self.active = False
         self.log: list[dict[str, Any]] = []
 

@@ -1,4 +1,4 @@
-"""Anchor: features stay near those of the encoder that the run began with, or of the last task's."""
+"""Anchor, for an encoder that has learnt something before the run."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -28,10 +28,10 @@ class AnchorConfig(MethodConfig):
 
 
 class Anchor(Method[AnchorConfig]):
-    """Continue a given encoder: its features, and later the last task's, hold the new ones by negative cosine.
+    """Anchor: features stay near those of the encoder that the run began with, or of the last task's.
 
-    The objective's loss has units of its own, so the anchor's weight is relative: it follows the size of the
-    objective's gradient at the features. The teacher runs in eval mode; where a prefix is frozen both share it.
+    They are held by negative cosine. The objective's loss has units of its own, so the anchor's weight is relative: it
+    follows the size of the objective's gradient at the features. The teacher runs in eval mode.
     """
 
     Config = AnchorConfig
@@ -64,8 +64,8 @@ class Anchor(Method[AnchorConfig]):
         self.previous.eval()
         return self
 
-    def begin_task(self, index: int, model: Model) -> None:
-        super().begin_task(index, model)
+    def begin_task(self, index: int, model: Model, steps: int) -> None:
+        super().begin_task(index, model, steps)
         if index == 0 or self.config.teacher == "previous":
             self.previous.encoder.load_state_dict(model.encoder.state_dict())
         self.pull.zero_()

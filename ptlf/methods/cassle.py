@@ -45,8 +45,8 @@ class Cassle(Method[CassleConfig]):
         self.predictor = mlp(width, config.hidden, width)
         self.previous = PreviousModel(model.encoder, model.objective.projector)
 
-    def begin_task(self, index: int, model: Model) -> None:
-        super().begin_task(index, model)
+    def begin_task(self, index: int, model: Model, steps: int) -> None:
+        super().begin_task(index, model, steps)
         self.previous.encoder.load_state_dict(model.encoder.state_dict())
         self.previous.projector.load_state_dict(model.objective.projector.state_dict())
 

@@ -1,4 +1,4 @@
-"""DER: the encoder's vectors of memory images are held near those stored when the images were seen."""
+"""DER: with an image, the memory stores the vector of its first view as the step's forward made it."""
 
 from dataclasses import dataclass
 
@@ -20,7 +20,7 @@ class DERConfig(MethodConfig):
 
 
 class DER(Method[DERConfig]):
-    """Stored with an image: the vector of its first view as the step's forward made it."""
+    """DER: the encoder's vectors of memory images are held near those stored when the images were seen."""
 
     Config = DERConfig
     needs_memory = True
@@ -42,5 +42,5 @@ class DER(Method[DERConfig]):
         replay = self.config.alpha * filled * F.mse_loss(replayed, self.memory.outputs[picks])
         return {"ssl": model.loss(features, batch), "replay": replay}
 
-    def remember(self, batch: Batch) -> None:
+    def remember(self, model: Model, batch: Batch) -> None:
         self.memory.add(batch, batch.draws["slots"], batch.outputs)

@@ -1,4 +1,4 @@
-"""LUMP: every batch is mixed with images from the replay memory, and the objective sees the mixture."""
+"""LUMP: view 1 is mixed with a fresh augmentation of a stored image, view 2 with the stored view as it is."""
 
 from dataclasses import dataclass
 
@@ -20,7 +20,7 @@ class LumpConfig(MethodConfig):
 
 
 class Lump(Method[LumpConfig]):
-    """View 1 is mixed with a fresh augmentation of the stored image, view 2 with the stored view as it is."""
+    """LUMP: every batch is mixed with images from the replay memory, and the objective sees the mixture."""
 
     Config = LumpConfig
     needs_memory = True

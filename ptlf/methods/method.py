@@ -55,8 +55,8 @@ class Method(nn.Module, Generic[C]):
         """The encoder this method trains on a stream of this many tasks, made from the configured one."""
         return encoder
 
-    def begin_task(self, index: int, model: Model) -> None:
-        """Called before the first step of task `index` (from 0)."""
+    def begin_task(self, index: int, model: Model, steps: int) -> None:
+        """Called before the first of the `steps` steps of task `index` (from 0)."""
         self.task = index
 
     def teacher(self) -> Teacher | None:
@@ -84,7 +84,8 @@ class Method(nn.Module, Generic[C]):
     def after_backward(self, model: Model, lr: float | Tensor) -> None:
         """Called after backward and before the optimizer's step with this learning rate."""
 
-    def remember(self, batch: Batch) -> None:
+    def remember(self, model: Model, batch: Batch) -> None:
+        """Called after the optimizer's step: what the memory takes, or a `MomentumTeacher` that follows."""
         if self.memory is not None:
             self.memory.add(batch, batch.draws["slots"])
 

@@ -1,4 +1,4 @@
-"""PNN: a new column for every task, fed by the columns before it, which are never touched again."""
+"""PNN: each split is tested with its own task's column, or with the vectors of all columns joined."""
 
 from dataclasses import dataclass
 from typing import ClassVar, Self
@@ -22,7 +22,7 @@ class PNNConfig(MethodConfig):
 
 
 class PNN(Method[PNNConfig]):
-    """Each split is tested with its own task's column, or with the vectors of all columns joined."""
+    """PNN: a new column for every task, fed by the columns before it, which are never touched again."""
 
     Config = PNNConfig
     freezable = False
@@ -39,8 +39,8 @@ class PNN(Method[PNNConfig]):
             raise UserError(f"method 'pnn' builds columns of a residual network, not of {type(encoder).__name__}")
         return Columns(encoder, config.width, tasks)
 
-    def begin_task(self, index: int, model: Model) -> None:
-        super().begin_task(index, model)
+    def begin_task(self, index: int, model: Model, steps: int) -> None:
+        super().begin_task(index, model, steps)
         assert isinstance(model.encoder, Columns)
         model.encoder.begin(index)
         for module in model.objective.modules():

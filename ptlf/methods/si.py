@@ -1,4 +1,4 @@
-"""SI: weights that earned much of the past tasks' progress are held near where those tasks left them."""
+"""SI: per encoder parameter, penalty = strength * sum of importance * (p - anchor)^2."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -24,7 +24,7 @@ class SIConfig(MethodConfig):
 
 
 class SI(Method[SIConfig]):
-    """Per encoder parameter, penalty = strength * sum of importance * (p - anchor)^2.
+    """SI: weights that earned much of the past tasks' progress are held near where those tasks left them.
 
     Importance follows LUMP's public code, not Zenke et al.: the path counts lr * grad^2 with the clipped gradient of
     the whole loss, penalty included, in place of -grad * change.

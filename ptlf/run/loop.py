@@ -83,7 +83,7 @@ class Run:
             self.begin()
             try:
                 self.train_stream()
-                self.snapshots.finish()
+                self.snapshots.wait()
                 self.snapshots.save_encoder()
                 self.progress.status = "finished"
             except BaseException as error:
@@ -145,7 +145,7 @@ class Run:
                 warn(f"method {self.config.method.name!r} keeps no memory; memory.images is not used")
             elif self.config.memory.images is not None:
                 self.record.memory_images = fill_memory(self.components)
-            self.record.test_reference(self.evaluator.test_reference())
+            self.record.add_reference(self.evaluator.test_reference())
             self.record.begin(*self.evaluator.test_untrained())
             self.record.untrained_features += self.evaluator.measure_untrained()
             self.evaluator.look("before")
@@ -177,7 +177,7 @@ class Run:
     def begin_task(self, steps: int) -> None:
         task, memory = self.progress.task, self.method.memory
         self.model.objective.begin_task(steps)
-        self.method.begin_task(task, self.model)
+        self.method.begin_task(task, self.model, steps)
         if memory is not None:
             memory.begin_task()
         remembers = memory is not None and memory.old_count > 0
@@ -192,14 +192,14 @@ class Run:
         rows, future, used = self.evaluator.test_task(task)
         self.record.end_task(task, rows, future, used)
         self.watcher.end_task(task, rows)
-        self.record.test_reference(reference)
+        self.record.add_reference(reference)
         self.record.features += features
 
     def train_epoch(self, indices: np.ndarray) -> None:
         progress, state, changed = self.progress, self.progress.epoch_state, False
         if state is None:
             changed = self.freeze(indices)
-            state = progress.epoch_state = self.trainer.begin_epoch()
+            state = progress.epoch_state = self.trainer.new_epoch_state()
         frozen = len(self.freezing.freezer.frozen)
         self.watcher.begin_epoch(progress.task, progress.epoch, self.trainer.steps_per_epoch(indices), frozen)
         with self.clock("training"):
@@ -263,7 +263,7 @@ class Run:
         if number or due:
             self.snapshots.save()
         if number:
-            self.snapshots.finish()
+            self.snapshots.wait()
             raise self.stopped(number)
 
     def stop_if_requested(self) -> None:
@@ -273,7 +273,7 @@ class Run:
         if self.folder and self.stop_signal and processes.world_size() == 1:
             if self.progress.ended:
                 self.snapshots.save()
-            self.snapshots.finish()
+            self.snapshots.wait()
             raise self.stopped(self.stop_signal, "" if self.progress.ended else self.lost())
 
     def stopped(self, number: int, lost: str = "") -> Stopped:
@@ -289,7 +289,7 @@ class Run:
     def fail(self, error: BaseException) -> None:
         """Record that the run ends with this error, which the caller raises."""
         with contextlib.suppress(Exception):  # the first error is the one to report
-            self.snapshots.finish()
+            self.snapshots.wait()
         if last := self.snapshots.last:
             command = self.snapshots.command(last.parent.parent)
             error.add_note(f"the last checkpoint is {last}; `{command}` continues from it")

@@ -3,7 +3,7 @@
 import platform
 import statistics
 import subprocess
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 from pathlib import Path
@@ -77,10 +77,9 @@ class Record:
             "frozen": frozen,
             "newly_frozen": self.newly_frozen,
             "steps": state.steps,
-            "kept_bytes": cost.kept_bytes,
-            "backward_flops": round(cost.backward_flops_per_view * state.views),
-            "peak_memory_bytes": cost.peak_memory_bytes,
             "all_reduced_bytes": sent,
+            "backward_flops": round(cost.backward_flops_per_view * state.views),
+            **{key: value for key, value in vars(cost).items() if key != "backward_flops_per_view"},
         }
         self.per_epoch.append(line)
         return line
@@ -127,7 +126,7 @@ class Record:
                 found[probe]["forward_transfer"] = evaluation.forward_transfer(future, base[: len(future)])
         return found
 
-    def test_reference(self, rows: Mapping[str, Row]) -> None:
+    def add_reference(self, rows: Mapping[str, Row]) -> None:
         for probe, row in rows.items():
             self.reference.setdefault(probe, []).extend(value for value in row if value is not None)
 
@@ -140,27 +139,32 @@ class Record:
         return found
 
     def cost(self, seconds: Mapping[str, float]) -> dict[str, Any]:
-        """With the seconds by purpose."""
-        epochs = self.per_epoch
-        peaks = [line["peak_memory_bytes"] for line in epochs if line["peak_memory_bytes"] is not None]
+        """With the seconds by purpose. A column that a line of an older version lacks counts without it."""
+        epochs, last = self.per_epoch, self.per_epoch[-1] if self.per_epoch else {}
+        flops, kept, peaks = (present(epochs, key) for key in ("backward_flops", "kept_bytes", "peak_memory_bytes"))
         return {
             "learning_seconds": sum(seconds.get(purpose, 0.0) for purpose in LEARNING),
             **{f"{NAMES.get(purpose, purpose)}_seconds": seconds.get(purpose, 0.0) for purpose in PURPOSES},
-            "backward_flops": sum(line["backward_flops"] for line in epochs),
-            "kept_bytes": epochs[-1]["kept_bytes"] if epochs else None,
-            "mean_kept_bytes": statistics.fmean(line["kept_bytes"] for line in epochs) if epochs else None,
+            "backward_flops": sum(flops),
+            "kept_bytes": last.get("kept_bytes"),
+            "mean_kept_bytes": statistics.fmean(kept) if kept else None,
             "peak_memory_bytes": max(peaks, default=None),
-            "last_peak_memory_bytes": epochs[-1]["peak_memory_bytes"] if epochs else None,
+            "last_peak_memory_bytes": last.get("peak_memory_bytes"),
             "per_task": [cost_of_task(list(mine)) for _, mine in groupby(epochs, lambda line: line["task"])],
             "per_epoch": to_columns([{k: v for k, v in line.items() if k != "newly_frozen"} for line in epochs]),
         }
 
 
+def present(lines: Iterable[dict[str, Any]], key: str) -> list[Any]:
+    """The values of those lines that have one."""
+    return [value for line in lines if (value := line.get(key)) is not None]
+
+
 def cost_of_task(epochs: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Sums over the task's epochs; bytes as in its last one."""
     sums = ("seconds", "correlation_seconds", "rebuild_seconds", "backward_flops")
-    seconds, *others = (sum(line[key] for line in epochs) for key in sums)
-    last = {key: epochs[-1][key] for key in ("kept_bytes", "peak_memory_bytes")}
+    seconds, *others = (sum(present(epochs, key)) for key in sums)
+    last = {key: epochs[-1].get(key) for key in ("kept_bytes", "peak_memory_bytes")}
     return {"task": epochs[-1]["task"], "train_seconds": seconds, **dict(zip(sums[1:], others, strict=True)), **last}
 
 

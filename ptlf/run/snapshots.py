@@ -80,11 +80,11 @@ class Snapshots:
             if self.checkpoints:
                 self.checkpoints.save(self.progress.position, self.state_dict())
 
-    def finish(self) -> None:
+    def wait(self) -> None:
         """Wait until the last checkpoint is on the disk."""
         if self.checkpoints:
             with self.clock("checkpoint"):
-                self.checkpoints.finish()
+                self.checkpoints.wait()
 
     def check_finite(self) -> None:
         """Nothing continues, and nothing is saved, with losses or weights that are not finite, nor with losses that no
@@ -95,7 +95,7 @@ class Snapshots:
             return
         step, what = (bad[0] + 1, f"loss became {bad[1]}") if bad else (at.step, "weights are no longer finite")
         if self.checkpoints:
-            self.checkpoints.finish()
+            self.checkpoints.wait()
         where = f"the {what} in task {at.task + 1}, epoch {at.epoch + 1}, step {step}"
         last = f"the last good checkpoint is {self.last}" if self.last else "there is no checkpoint yet"
         raise UserError(f"{where}; {last}; try a lower --training.lr or --training.precision fp32")
@@ -135,7 +135,7 @@ class Snapshots:
         set_global_state(state["torch_random"], parts.device)
         if epoch is not None:
             losses = {name: values.to(parts.device) for name, values in epoch["losses"].items()}
-            progress.epoch_state = EpochState(epoch["order"], epoch["steps"], epoch["views"], losses)
+            progress.epoch_state = EpochState(**{**epoch, "losses": losses})
         progress.task, progress.epoch = state["position"]["task"], state["position"]["epoch"]
         progress.ended = state["ended"]
         self.clock.add(state["clock"])

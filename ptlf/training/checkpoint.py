@@ -92,14 +92,14 @@ class Checkpoints:
 
     def save(self, position: Position, state: Mapping[str, Any]) -> None:
         """Copies the state and has it written. Waits for the write before this one, and raises its error."""
-        self.finish()
+        self.wait()
         path, copy = self.folder / position.file, HostCopy(state)
         self._saved_at = time.monotonic()
         thread = ThreadPoolExecutor(1)  # Python waits for it before it exits
         self._writing = thread.submit(self._write, path, copy)
         thread.shutdown(wait=False)
 
-    def finish(self) -> None:
+    def wait(self) -> None:
         """Wait until the state last saved is on the disk. Raises the error if it could not be written, once."""
         if self._writing is not None:
             writing, self._writing = self._writing, None
@@ -123,7 +123,7 @@ class Checkpoints:
 
     def load(self) -> dict[str, Any] | None:
         """The newest intact state. A damaged file is logged and renamed to *.damaged."""
-        self.finish()
+        self.wait()
         for part in self.folder.glob(".*.part"):  # left by a process that was killed while writing
             part.unlink(missing_ok=True)
         for path in reversed(self.files()):

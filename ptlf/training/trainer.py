@@ -91,7 +91,7 @@ class EpochState:
 
 @dataclass(frozen=True)
 class MeasuredStep:
-    kept_bytes: int
+    kept_bytes: int  # like every field a column of the epochs' lines, where the FLOPs are those of all views
     backward_flops_per_view: float
     peak_memory_bytes: int | None  # of forward and backward, uncaptured: a captured graph's memory is not counted
 
@@ -148,7 +148,7 @@ class Trainer:
         self.method.after_backward(self.model, self.optimizer.param_groups[0]["lr"])
         self.optimizer.step()
         self.model.objective.after_step(self.model.encoder, batch)
-        self.method.remember(batch)
+        self.method.remember(self.model, batch)
         values = {name: loss.detach() for name, loss in losses.items()}
         if processes.joined():
             average_statistics(self.model, self.method)
@@ -167,7 +167,7 @@ class Trainer:
         trained = sum(p.nbytes for p in self.trained() if p.requires_grad)  # after a resume no step may have run yet
         return self.sent.get(self.variant, trained)
 
-    def begin_epoch(self) -> EpochState:
+    def new_epoch_state(self) -> EpochState:
         return EpochState(self.random["order"].get_state())
 
     def epoch(self, indices: np.ndarray, epoch: int, state: EpochState) -> Generator[None]:

@@ -48,6 +48,7 @@ def frozen_by_epoch(plan: ProgressiveFreezing, task: int, ratios: dict[str, floa
 @pytest.mark.parametrize("thaw", ["all", "needed"])
 def test_units_that_freeze_again_stay_frozen(thaw):
     plan = freezing("correlation", final=0.5, thaw=thaw)
+    assert plan.context.sizes == dict.fromkeys("0123", 2 * 2 + 2)  # weight and bias
     found = [frozen_by_epoch(plan, task, RATIOS[task - 1]) for task in range(4)]
     second = [["", "", ""], ["", "0", "01"]]
     if thaw == "all":

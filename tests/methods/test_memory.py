@@ -91,9 +91,9 @@ def test_first_step_and_unmixed_first_task_pass_views_through() -> None:
         batch.views, batch.draws = list(torch.randn(2, 8, 3, 8, 8)), method.draw(8)
         assert torch.equal(torch.stack(method.mix(batch)), torch.stack(batch.views))
     fill(method.memory, 8, torch.Generator(), batch=8)
-    method.begin_task(0, None)
+    method.begin_task(0, None, 10)
     assert method.draw(8)["lam"] == 1
-    method.begin_task(1, None)
+    method.begin_task(1, None, 10)
     assert method.draw(8)["lam"] != 1
 
 

@@ -1,6 +1,10 @@
+from copy import deepcopy
+
 import pytest
 import torch
+from torch import nn
 
+from ptlf.objectives import MomentumTeacher
 from ptlf.run.loop import Run
 
 
@@ -62,3 +66,12 @@ def test_a_teacher_shares_the_frozen_prefix(tiny, monkeypatch, objective: str, m
     assert left.keys() == right.keys()
     for name, gradient in left.items():
         torch.testing.assert_close(gradient, right[name], rtol=1e-3, atol=1e-5)
+
+
+def test_a_method_may_follow_the_model_after_the_optimizers_step(tiny) -> None:
+    run = Run(tiny("digits/simsiam/finetune"))
+    average, before = MomentumTeacher(run.model.encoder, nn.Identity(), 0.75, 0.75), deepcopy(run.model.encoder)
+    run.method.remember = lambda model, batch: average.follow(model.encoder, nn.Identity())
+    one_step(run)
+    parts = zip(run.model.encoder.parameters(), before.parameters(), average.parameters(), strict=True)
+    assert all(not torch.equal(p, old) and torch.allclose(kept, 0.75 * old + 0.25 * p) for p, old, kept in parts)

@@ -45,8 +45,8 @@ def test_a_moving_average_starts_each_task_as_the_encoder_and_keeps_its_old_colu
     run = Run(tiny(f"digits/{objective}/finetune", method__name="pnn", encoder__name="conftest:tiny_resnet"))
     teacher, begin_task, begun = run.model.objective.teacher.encoder, run.method.begin_task, []
 
-    def begin(index, model) -> None:
-        begin_task(index, model)
+    def begin(index, model, steps) -> None:
+        begin_task(index, model, steps)
         begun.append(index)
         mine, copied = model.encoder.state_dict(), teacher.state_dict()
         assert all(torch.equal(copied[key], value) for key, value in mine.items())

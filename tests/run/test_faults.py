@@ -420,7 +420,7 @@ def stopped(tmp_path_factory: pytest.TempPathFactory) -> tuple[Config, Path]:
     "bug", [(ProgressiveFreezing, "load_state_dict"), (EpochState, "__init__"), (Gallery, "as_dict")]
 )
 def test_a_bug_while_loading_is_not_blamed_on_the_checkpoint(stopped, monkeypatch, bug, error: type) -> None:
-    def broken(*_: object) -> None:
+    def broken(*_: object, **__: object) -> None:
         raise error("ours")
 
     monkeypatch.setattr(*bug, broken)

@@ -119,6 +119,10 @@ def test_cost_by_hand() -> None:
     assert columns["loss"] == {"ssl": [0.5] * 4}
     assert "newly_frozen" not in columns
     assert all("newly_frozen" in line for line in record.per_epoch)
+    for key in ("kept_bytes", "peak_memory_bytes", "backward_flops"):  # the line of a version that lacks them
+        del record.per_epoch[0][key]
+    cost = record.cost({})
+    assert (cost["mean_kept_bytes"], cost["peak_memory_bytes"], cost["backward_flops"]) == (1400 / 3, 80, 900)
     cost = Record().cost({})
     assert (cost["kept_bytes"], cost["mean_kept_bytes"]) == (None, None)
     assert (cost["learning_seconds"], cost["backward_flops"], cost["per_task"], cost["per_epoch"]) == (0, 0, [], {})

@@ -126,7 +126,7 @@ def test_one_checkpoint_is_written_at_a_time(tmp_path, monkeypatch) -> None:
     opens.start()
     for epoch in range(2, 6):  # the first of these waits for the gate
         kept.save(Position(0, epoch), state(epoch))
-    kept.finish()
+    kept.wait()
     assert [Position.of_file(path.name) for path in kept.files()] == [Position(0, epoch) for epoch in range(1, 6)]
     assert most == [0] * 5
     opens.join()
@@ -137,17 +137,17 @@ def test_a_run_ends_only_when_its_last_checkpoint_is_written(tiny, tmp_path, mon
     """At its end, and when it is stopped."""
     gate, order = Gate(monkeypatch), []
     config = tiny("digits/simsiam/lump", checkpoint__every_epochs=0)
-    finish, save_results = Checkpoints.finish, Snapshots.save_results
+    wait, save_results = Checkpoints.wait, Snapshots.save_results
 
-    def finishing(kept: Checkpoints) -> None:
+    def waiting(kept: Checkpoints) -> None:
         gate.open.set()
-        finish(kept)
+        wait(kept)
 
     def saving(snapshots: Snapshots) -> None:
         order.append((snapshots.progress.status, gate.writing))
         save_results(snapshots)
 
-    monkeypatch.setattr(Checkpoints, "finish", finishing)
+    monkeypatch.setattr(Checkpoints, "wait", waiting)
     monkeypatch.setattr(Snapshots, "save_results", saving)
     run = Run(config, tmp_path / "run")
     with contextlib.nullcontext() if stop is None else pytest.raises(Stopped):
@@ -162,7 +162,7 @@ def test_an_unforeseen_error_of_the_thread_is_not_lost(tmp_path, monkeypatch) ->
     monkeypatch.setattr(checkpoint, "save", lambda *copy: 1 / 0)
     kept.save(Position(0, 1), state())
     with pytest.raises(ZeroDivisionError):
-        kept.finish()
+        kept.wait()
     assert kept.last is None
 
 
@@ -174,7 +174,7 @@ def test_a_checkpoint_that_cannot_be_written_leaves_the_one_before(tmp_path, mon
     """In a folder that became read-only. Neither the new file can be named, nor the unfinished one be removed."""
     kept = Checkpoints(tmp_path, CheckpointConfig(keep=1), "ptlf train --resume RUN")
     kept.save(Position(0, 1), state(1))
-    kept.finish()
+    kept.wait()
     with monkeypatch.context() as patch, pytest.raises(UserError) as caught:
         patch.setattr(os, "replace", refuse)
         patch.setattr(Path, "unlink", refuse)
@@ -182,7 +182,7 @@ def test_a_checkpoint_that_cannot_be_written_leaves_the_one_before(tmp_path, mon
         kept.save(Position(0, 3), state(3))
     way = "put that right, and `ptlf train --resume RUN` continues from task01-epoch001-step00000.ckpt"
     assert str(caught.value) == f"cannot write {kept.folder / Position(0, 2).file}: Permission denied; {way}"
-    kept.finish()  # told once
+    kept.wait()  # told once
     assert [path.name for path in kept.files()] == [Position(0, 1).file]
     assert kept.load()["number"] == 1
 
@@ -219,7 +219,7 @@ def test_when_it_is_time_and_which_files_are_kept(tmp_path) -> None:
     for place in places:
         assert Position.of_file(place.file) == place
         kept.save(place, state(place.epoch))
-    kept.finish()
+    kept.wait()
     assert [Position.of_file(path.name) for path in kept.files()] == [places[2], *places[-2:]]
     assert kept.load()["number"] == 1000
     assert Position.of_file("notes.ckpt") is None
@@ -230,7 +230,7 @@ def test_a_damaged_file_is_named_and_the_one_before_it_used(tmp_path, capsys) ->
     assert kept.load() is None
     kept.save(Position(0, 1), state(1))
     kept.save(Position(0, 2), state(2))
-    kept.finish()
+    kept.wait()
     path = kept.folder / Position(0, 2).file
     whole = path.read_bytes()
     path.unlink()

@@ -187,7 +187,7 @@ def test_gradients_are_clipped_to_the_norm_that_is_set(tiny):
     gradients = {}
     for clip in (None, 0.01, 1e6):
         run = Run(tiny(training__clip=clip, training__batch=32))
-        next(run.trainer.epoch(run.stream.tasks[0].train, 0, run.trainer.begin_epoch()))
+        next(run.trainer.epoch(run.stream.tasks[0].train, 0, run.trainer.new_epoch_state()))
         parameters = [p for group in run.trainer.optimizer.param_groups for p in group["params"]]
         gradients[clip] = torch.cat([p.grad.flatten() for p in parameters if p.grad is not None]).double()
     norm = gradients[None].norm()

@@ -177,13 +177,13 @@ def steps(name: str, *, fast: bool) -> list[dict[str, Any]]:
         accelerator = FastParts(processes.share(run.config.training.batch), run.device)
         accelerator.has_kernels, run.model.accelerator, run.trainer.engine_kind = True, accelerator, "compiled"
         assert can_fuse(run.model.encoder)
-    run.method.begin_task(0, run.model)
+    run.method.begin_task(0, run.model, 10)
     found = []
     for frozen in FROZEN:
         run.freezing.freezer.thaw()
         run.freezing.freezer.freeze(frozen)
         run.trainer.rebuild()
-        state = run.trainer.begin_epoch()
+        state = run.trainer.new_epoch_state()
         for _ in run.trainer.epoch(run.stream.tasks[0].train, 0, state):
             pass
         found.append(
