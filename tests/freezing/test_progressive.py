@@ -131,9 +131,7 @@ def test_states_in_the_middle_of_a_task_keep_its_schedule():
     assert second.keep_frozen == []
 
 
-def test_freezing_settings_that_are_no_more_are_dropped_at_their_defaults_and_refused_otherwise():
-    older = {"recipe": "digits/simsiam/ptlf", "freezing": {"ratios": "needed", "stream_final": None, "final": 0.3}}
-    assert from_dict(older).freezing.final == 0.3
-    for name, value in {"stream_final": 0.9, "shape": "printed"}.items():
+def test_freezing_settings_that_are_no_more_are_refused():
+    for name, value in {"ratios": "needed", "stream_final": 0.9, "shape": "printed"}.items():
         with pytest.raises(UserError, match=rf"freezing\.{name}"):
             from_dict({"freezing": {name: value}})

@@ -143,7 +143,8 @@ def test_a_stopped_run_goes_on_in_the_same_place(tmp_path) -> None:
 
 KILLED = """
 import os, signal, sys
-from conftest import StopsAt, tiny_config
+from conftest import tiny_config
+from ptlf.core.phases import Watcher
 from ptlf.run.loop import Run
 
 class Killed(Watcher):
