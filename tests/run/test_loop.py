@@ -196,7 +196,7 @@ def test_both_folder_streams(tiny, tmp_path) -> None:
     assert [len(row) for row in labelled["probes"]["knn_class"]["matrix"]] == [1, 1]
     with pytest.raises(UserError, match="a folder per task has none"):  # no labels are made up for it
         Run(tiny("digits/supervised/finetune", **days))
-    with pytest.raises(UserError, match="has a folder per task; leave out stream.classes"):
+    with pytest.raises(UserError, match=r"has a folder per task; leave out stream\.classes"):
         Run(tiny(**days, stream__classes=1))
 
 
