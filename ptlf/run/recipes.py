@@ -58,7 +58,7 @@ VARIANTS: Mapping[str, Mapping[str, Any]] = {  # methods with freezing; other ke
     "ptlf-deep": {"method": "lump", "policy": "cost_aware", "initial": 0.2, "final": 0.6},
     "cassle-ptlf": {"method": "cassle", "policy": "correlation"},
     "layerwise": {"method": "finetune", "policy": "correlation"},
-    "continue": {"method": "anchor", "policy": "ascending", "initial": 0.75, "final": 0.75, "shape": "constant"},
+    "continue": {"method": "anchor", "policy": "ascending", "initial": 0.5, "final": 0.5, "shape": "constant"},
 }
 FROM_NOTHING, FROM_GIVEN = "simsiam/ptlf", "vicreg/continue"  # what is learnt with where nothing is chosen
 

@@ -117,7 +117,7 @@ def test_an_encoder_that_has_learnt_something_gets_a_recipe_of_its_own() -> None
         expected = "vicreg/continue" if given else "simsiam/ptlf"
         assert default_recipe("arriving", {"encoder": encoder}) == f"arriving/{expected}", encoder
     settings = Learner(tiny_encoder(), size=8).config
-    assert settings.method.name == "anchor" and settings.freezing.initial == settings.freezing.final == 0.75
+    assert settings.method.name == "anchor" and settings.freezing.initial == settings.freezing.final == 0.5
     assert Learner(tiny_encoder(), objective="simsiam", method="lump", size=8).config.method.name == "lump"
 
 
