@@ -1,0 +1,171 @@
+"""A pretrained encoder on new domains by a plain loop, for many settings: what to freeze, and how to train the rest.
+
+    python benchmarks/pretrained_loop.py DOMAINS --encoder FILE.onnx --jobs depth|search --out FILE.jsonl
+
+`search` draws settings at random, `depth` varies which layers are frozen around those of `ptlf learn`. DOMAINS is as
+for benchmarks/pretrained.py. Every line of FILE.jsonl is one training, with accuracies in %: `knn` and `linear` on the
+new images, `knew` and `knew_linear` on photos.npz. Layers are frozen by `requires_grad_(False)`, so nothing is said of
+costs.
+"""
+
+import argparse
+import copy
+import json
+import math
+import random
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from benchmarks.pretrained import KNOWN, accuracies
+from ptlf.encoders import ENCODERS
+from ptlf.objectives import barlow_twins_loss, mlp, simclr_loss, simsiam_loss, vicreg_loss
+from ptlf.run.build import make_encoder
+from ptlf.views import View, draw, make_views
+
+MEAN, STD = (0.482, 0.459, 0.408), (1 / 255, 1 / 255, 1 / 255)  # of the network's inputs
+COLOURS = {
+    0: {},
+    1: {"jitter": 0.8, "brightness": 0.2, "contrast": 0.2, "saturation": 0.1, "hue": 0.02},
+    2: {"jitter": 0.8, "brightness": 0.4, "contrast": 0.4, "saturation": 0.4, "hue": 0.1},
+}
+SPACE = {
+    "obj": ["barlow", "barlow", "simsiam", "vicreg", "simclr", "simclr", "diet"], "lr": [3e-5, 1e-4, 3e-4],
+    "head_lr": [1e-3, 3e-3], "bs": [64, 128, 256], "epochs": [10, 20, 40], "depth": [0, 0.5, 0.75, 0.75, 0.9],
+    "crop": [0.2, 0.4, 0.6], "colour": [0, 1, 2], "flip": [0, 0.5], "grey": [0, 0.2], "anchor": [0, 0, 0.2, 0.5],
+    "proj": [256, 1024, 2048], "layers": [2, 3], "warm": [0, 2], "wd": [1e-4, 1e-2], "temp": [0.1, 0.2, 0.5],
+}  # fmt: skip
+LEARN = {
+    "obj": "vicreg", "lr": 3e-5, "head_lr": 1e-3, "bs": 64, "epochs": 40, "depth": 0.5, "crop": 0.6, "colour": 1,
+    "flip": 0.5, "grey": 0.2, "anchor": 0.1, "proj": 1024, "layers": 3, "warm": 0, "wd": 1e-2, "temp": 0.2,
+}  # fmt: skip
+Settings = dict[str, Any]
+
+
+def jobs(kind: str, domains: list[str]) -> Iterator[tuple[Settings, str, int]]:
+    """Settings, domain and seed of each training."""
+    if kind == "search":
+        generator = random.Random(7)
+        for number in range(2000):
+            settings = {name: generator.choice(values) for name, values in SPACE.items()}
+            yield from ((settings, domain, number) for domain in domains)
+    else:
+        changes = [{}, {"depth": 0}, {"depth": 0.25}, {"depth": 0.75}, {"depth": 0.9}]
+        changes += [{"which": "last"}, {"which": "random"}]
+        for seed in range(3):
+            yield from (({**LEARN, "days": 2, **change}, domain, seed) for change in changes for domain in domains)
+
+
+def views_of(settings: Settings) -> tuple[View, View]:
+    crop, colours = (settings["crop"], 1.0), COLOURS[settings["colour"]]
+    view = View(crop_scale=crop, flip=settings["flip"], grey=settings["grey"], mean=MEAN, std=STD, **colours)
+    return view, view
+
+
+def frozen(settings: Settings, encoder: nn.Module, seed: int) -> list[nn.Module]:
+    layers = [layer for layer in encoder.modules() if isinstance(layer, nn.Conv2d)]
+    count, which = round(settings["depth"] * len(layers)), settings.get("which", "first")
+    if which == "random":
+        return random.Random(seed).sample(layers, count)
+    return layers[:count] if which == "first" else layers[len(layers) - count :]
+
+
+def anchor(settings: Settings, loss: Tensor, h: Tensor, old: Tensor, pull: Tensor | None) -> tuple[Tensor, Tensor]:
+    """The pull on the features towards the old ones, as a share of the loss's; and the loss's running mean."""
+    norm = torch.autograd.grad(loss, h, retain_graph=True)[0].norm()
+    pull = norm if pull is None else pull.lerp(norm, 0.1)
+    lengths = h.detach().norm(dim=1)
+    scale = pull / (lengths.reciprocal().norm() / len(lengths))
+    return settings["anchor"] * scale * (1 - F.cosine_similarity(h, old).mean()), pull
+
+
+def train(settings: Settings, encoder: nn.Module, images: Tensor, seed: int) -> None:
+    torch.manual_seed(seed)
+    generator, c, device = torch.Generator().manual_seed(seed), settings, images.device
+    encoder.train()
+    for layer in frozen(c, encoder, seed):
+        layer.requires_grad_(False)
+    dim = encoder(torch.zeros(2, 3, 64, 64, device=device)).shape[1]
+    projector, predictor = mlp(dim, *[c["proj"]] * c["layers"]), mlp(c["proj"], 512, c["proj"])
+    classifier = nn.Linear(dim, len(images))
+    heads = nn.ModuleList([projector, predictor, classifier]).to(device)
+    trained = [p for p in encoder.parameters() if p.requires_grad]
+    groups = [{"params": trained, "base": c["lr"]}, {"params": list(heads.parameters()), "base": c["head_lr"]}]
+    optimizer = torch.optim.AdamW(groups, weight_decay=c["wd"])
+    for day in torch.randperm(len(images), generator=generator).to(device).chunk(c.get("days", 1)):
+        teacher, pull = copy.deepcopy(encoder).eval().requires_grad_(False), None
+        per = len(day) // c["bs"]
+        for step in range(c["epochs"] * per):
+            if step % per == 0:
+                order = day[torch.randperm(len(day), generator=generator).to(device)]
+            rows = order[step % per * c["bs"] :][: c["bs"]]
+            views = torch.cat(make_views(images[rows], draw(len(rows), generator).to(device), views_of(c), 64))
+            rate = 0.5 * (1 + math.cos(math.pi * step / (c["epochs"] * per))) * min(1, (step + 1) / per)
+            for group, on in zip(optimizer.param_groups, (step >= c["warm"] * per, True), strict=True):
+                group["lr"] = group["base"] * rate * on
+            with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
+                h = encoder(views)
+            h = h.float()
+            z1, z2 = (projector(part) for part in h.chunk(2))
+            if c["obj"] == "diet":
+                loss = F.cross_entropy(
+                    classifier(h), torch.cat([rows, rows]), label_smoothing=0.8 if c["proj"] > 1000 else 0.3
+                )
+            elif c["obj"] == "simsiam":
+                loss = simsiam_loss(predictor(z1), predictor(z2), z1, z2)
+            else:
+                losses = {"barlow": barlow_twins_loss, "vicreg": vicreg_loss}
+                loss = simclr_loss(z1, z2, c["temp"]) if c["obj"] == "simclr" else losses[c["obj"]](z1, z2)
+            if c["anchor"]:
+                with torch.no_grad():
+                    old = teacher(views)
+                extra, pull = anchor(c, loss, h, old, pull)
+                loss = loss + extra
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+
+
+@torch.no_grad()
+def features(encoder: nn.Module, images: Tensor) -> np.ndarray:
+    mean, std = (torch.tensor(value, device=images.device).view(3, 1, 1) for value in (MEAN, STD))
+    encoder.eval()
+    return torch.cat([encoder((x.permute(0, 3, 1, 2) / 255 - mean) / std) for x in images.split(400)]).cpu().numpy()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("domains", type=Path)
+    parser.add_argument("--encoder", required=True, metavar="FILE.onnx")
+    parser.add_argument("--jobs", choices=("depth", "search"), default="depth")
+    parser.add_argument("--out", type=Path, required=True)
+    options = parser.parse_args()
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    data = {file.stem: dict(np.load(file)) for file in sorted(options.domains.glob("*.npz"))}
+    pixels = {name: torch.from_numpy(each["images"]).to(device) for name, each in data.items()}
+    name = f"onnx:{options.encoder}"
+    given = make_encoder(ENCODERS.find(name).Config(name=name, channels="bgr"), 0).to(device)
+
+    def test(encoder: nn.Module, name: str) -> dict[str, float]:
+        right = accuracies(features(encoder, pixels[name]), data[name]["labels"], data[name]["groups"])
+        return {test: 100 * float(np.mean(found)) for test, found in right.items()}
+
+    with options.out.open("a") as file:
+        for name in data:
+            print(json.dumps({"domain": name, "obj": "untouched", **test(given, name)}), file=file, flush=True)
+        for settings, domain, seed in jobs(options.jobs, [name for name in data if name != KNOWN]):
+            encoder, began = copy.deepcopy(given), time.monotonic()
+            train(settings, encoder, pixels[domain], seed)
+            known = dict(zip(("knew", "knew_linear"), test(encoder, KNOWN).values(), strict=True))
+            line = {"domain": domain, "seed": seed, "sec": time.monotonic() - began, **test(encoder, domain), **known}
+            print(json.dumps({**line, **settings}), file=file, flush=True)
+
+
+if __name__ == "__main__":
+    main()
