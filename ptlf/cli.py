@@ -103,8 +103,7 @@ class MessageHandler(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         kind = "ptlf: warning" if record.levelno >= logging.WARNING else "note"
-        message = "\n".join(printable(line) for line in record.getMessage().splitlines())
-        print(f"{kind}: {message}", file=sys.stderr)
+        print(f"{kind}: {record.getMessage()}", file=sys.stderr)
 
 
 def show_messages() -> None:

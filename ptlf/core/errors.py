@@ -11,7 +11,6 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 logger = logging.getLogger("ptlf")
-logger.addFilter(lambda record: os.environ.get("RANK", "0") == "0")  # one of the processes that torchrun started
 warn, info = logger.warning, logger.info
 
 # Control characters, line separators, and halves of a surrogate pair (bytes of a file's name that are not UTF-8).
@@ -76,6 +75,15 @@ def printable(text: str) -> str:
         return text
     hidden = {c for c in text if c in DIRECTIONS or unicodedata.category(c) in HIDDEN}
     return "".join(c.encode("unicode_escape", "backslashreplace").decode() if c in hidden else c for c in text)
+
+
+def printable_from_one(record: logging.LogRecord) -> bool:
+    """Messages name files of strangers. Only one of the processes that torchrun started gives them."""
+    record.msg, record.args = "\n".join(map(printable, record.getMessage().splitlines())), None
+    return os.environ.get("RANK", "0") == "0"
+
+
+logger.addFilter(printable_from_one)
 
 
 def clipped(words: str, most: int = 100) -> str:

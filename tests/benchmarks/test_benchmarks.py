@@ -145,7 +145,7 @@ def test_runs_that_cannot_be_compared(capsys, tmp_path) -> None:
         (["--size", "16"], "--size is of --noise images"),
     ):
         assert told in refused(capsys, side_by_side, *words), words
-    (tmp_path / "results.json").write_text(json.dumps({**second(), "status": "stopped"}))
+    (tmp_path / "results.json").write_text(json.dumps({**second(), "seed": 0, "status": "stopped"}))
     assert "has not finished" in refused(capsys, side_by_side, "--from", str(tmp_path))
     runs = [first(), second()]
     runs[1]["config"] |= {"training": {"epochs": 8}}
