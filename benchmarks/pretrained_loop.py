@@ -1,20 +1,22 @@
 """A pretrained encoder on new domains by a plain loop, for many settings: what to freeze, and how to train the rest.
 
-    python benchmarks/pretrained_loop.py DOMAINS --encoder FILE.onnx --jobs depth|search --out FILE.jsonl
+    python benchmarks/pretrained_loop.py DOMAINS --encoder FILE.onnx --jobs depth|orders|search --out FILE.jsonl
 
-`search` draws settings at random, `depth` varies which layers are frozen around those of `ptlf learn`. DOMAINS is as
-for benchmarks/pretrained.py. Every line of FILE.jsonl is one training, with accuracies in %: `knn` and `linear` on the
-new images, `knew` and `knew_linear` on photos.npz. Layers are frozen by `requires_grad_(False)`, so nothing is said of
-costs.
+`search` draws settings at random, `depth` varies how many layers are frozen around those of `ptlf learn`, `orders`
+compares a prefix with the orders by correlation ratios at the same depth. DOMAINS is as for benchmarks/pretrained.py.
+Every line of FILE.jsonl is one training, with accuracies in %: `knn` and `linear` on the new images, `knew` and
+`knew_linear` on photos.npz. Layers are frozen by `requires_grad_(False)`, so nothing is said of costs. Trainings that
+FILE.jsonl holds are not repeated.
 """
 
 import argparse
 import copy
+import itertools
 import json
 import math
 import random
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +27,8 @@ from torch.nn import functional as F
 
 from benchmarks.pretrained import KNOWN, accuracies
 from ptlf.encoders import ENCODERS
+from ptlf.freezing import POLICIES, Context, Unit, correlation_ratios, find_units
+from ptlf.freezing.savings import measure_savings
 from ptlf.objectives import barlow_twins_loss, mlp, simclr_loss, simsiam_loss, vicreg_loss
 from ptlf.run.build import make_encoder
 from ptlf.views import View, draw, make_views
@@ -45,6 +49,8 @@ LEARN = {
     "obj": "vicreg", "lr": 3e-5, "head_lr": 1e-3, "bs": 64, "epochs": 40, "depth": 0.5, "crop": 0.6, "colour": 1,
     "flip": 0.5, "grey": 0.2, "anchor": 0.1, "proj": 1024, "layers": 3, "warm": 0, "wd": 1e-2, "temp": 0.2,
 }  # fmt: skip
+ORDERS = {"first": "ascending", "random": "random", "ratios": "correlation", "cost": "cost_aware"}
+REPLAY = 192  # images of photos.npz that ratios are computed with
 Settings = dict[str, Any]
 
 
@@ -55,6 +61,10 @@ def jobs(kind: str, domains: list[str]) -> Iterator[tuple[Settings, str, int]]:
         for number in range(2000):
             settings = {name: generator.choice(values) for name, values in SPACE.items()}
             yield from ((settings, domain, number) for domain in domains)
+    elif kind == "orders":
+        shorter = {**LEARN, "days": 1, "epochs": 20}
+        for seed, depth, which in itertools.product(range(3), (0.5, 0.75, 0.9), ("first", "ratios", "cost")):
+            yield from (({**shorter, "depth": depth, "which": which}, domain, seed) for domain in domains)
     else:
         changes = [{}, {"depth": 0}, {"depth": 0.25}, {"depth": 0.75}, {"depth": 0.9}]
         changes += [{"which": "last"}, {"which": "random"}]
@@ -68,12 +78,20 @@ def views_of(settings: Settings) -> tuple[View, View]:
     return view, view
 
 
-def frozen(settings: Settings, encoder: nn.Module, seed: int) -> list[nn.Module]:
-    layers = [layer for layer in encoder.modules() if isinstance(layer, nn.Conv2d)]
-    count, which = round(settings["depth"] * len(layers)), settings.get("which", "first")
-    if which == "random":
-        return random.Random(seed).sample(layers, count)
-    return layers[:count] if which == "first" else layers[len(layers) - count :]
+def frozen(settings: Settings, encoder: nn.Module, seed: int, replay: Tensor, loss: Callable[[], Tensor]) -> list[Unit]:
+    """The units to freeze. replay: normalised images of what the encoder knew; loss: of a batch of new ones."""
+    units, which = find_units(encoder, replay[:2]), settings.get("which", "first")
+    names, count = [unit.name for unit in units], round(settings["depth"] * len(units))
+    if which == "last":
+        return units[len(units) - count :]
+    policy, context = POLICIES[ORDERS[which]](), Context(names, remaining=count)
+    context.generator = torch.Generator().manual_seed(seed)
+    if policy.needs_ratios:
+        context.ratios = correlation_ratios(encoder, replay, loss, units=units)
+    if policy.needs_savings:
+        context.savings = measure_savings(encoder, units, replay[:2])
+    chosen = policy.choose(count, names, [], context)
+    return [unit for unit in units if unit.name in chosen]
 
 
 def anchor(settings: Settings, loss: Tensor, h: Tensor, old: Tensor, pull: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -85,16 +103,42 @@ def anchor(settings: Settings, loss: Tensor, h: Tensor, old: Tensor, pull: Tenso
     return settings["anchor"] * scale * (1 - F.cosine_similarity(h, old).mean()), pull
 
 
-def train(settings: Settings, encoder: nn.Module, images: Tensor, seed: int) -> None:
+def train(settings: Settings, encoder: nn.Module, images: Tensor, known: Tensor, seed: int) -> list[int]:
+    """Returns the numbers of the frozen units. known: images of what the encoder knew."""
     torch.manual_seed(seed)
     generator, c, device = torch.Generator().manual_seed(seed), settings, images.device
     encoder.train()
-    for layer in frozen(c, encoder, seed):
-        layer.requires_grad_(False)
     dim = encoder(torch.zeros(2, 3, 64, 64, device=device)).shape[1]
     projector, predictor = mlp(dim, *[c["proj"]] * c["layers"]), mlp(c["proj"], 512, c["proj"])
     classifier = nn.Linear(dim, len(images))
     heads = nn.ModuleList([projector, predictor, classifier]).to(device)
+
+    def views_and_loss(rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        uniforms = draw(len(rows), generator).to(device)
+        views = torch.cat(make_views(images[rows], uniforms, views_of(c), images.shape[1]))
+        with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
+            h = encoder(views)
+        h = h.float()
+        z1, z2 = (projector(part) for part in h.chunk(2))
+        if c["obj"] == "diet":
+            smoothing = 0.8 if c["proj"] > 1000 else 0.3
+            return views, h, F.cross_entropy(classifier(h), torch.cat([rows, rows]), label_smoothing=smoothing)
+        if c["obj"] == "simsiam":
+            return views, h, simsiam_loss(predictor(z1), predictor(z2), z1, z2)
+        if c["obj"] == "simclr":
+            return views, h, simclr_loss(z1, z2, c["temp"])
+        return views, h, {"barlow": barlow_twins_loss, "vicreg": vicreg_loss}[c["obj"]](z1, z2)
+
+    def loss() -> Tensor:
+        rows = torch.randint(len(images), (c["bs"],), generator=generator).to(device)
+        return views_and_loss(rows)[2]
+
+    replay = known[torch.randperm(len(known), generator=torch.Generator().manual_seed(seed))[:REPLAY].to(device)]
+    numbers = {unit.name: number for number, unit in enumerate(find_units(encoder, normalised(replay[:2])))}
+    chosen = frozen(c, encoder, seed, normalised(replay), loss)
+    for unit in chosen:
+        for parameter in unit.parameters():
+            parameter.requires_grad_(False)
     trained = [p for p in encoder.parameters() if p.requires_grad]
     groups = [{"params": trained, "base": c["lr"]}, {"params": list(heads.parameters()), "base": c["head_lr"]}]
     optimizer = torch.optim.AdamW(groups, weight_decay=c["wd"])
@@ -104,50 +148,46 @@ def train(settings: Settings, encoder: nn.Module, images: Tensor, seed: int) -> 
         for step in range(c["epochs"] * per):
             if step % per == 0:
                 order = day[torch.randperm(len(day), generator=generator).to(device)]
-            rows = order[step % per * c["bs"] :][: c["bs"]]
-            views = torch.cat(make_views(images[rows], draw(len(rows), generator).to(device), views_of(c), 64))
             rate = 0.5 * (1 + math.cos(math.pi * step / (c["epochs"] * per))) * min(1, (step + 1) / per)
             for group, on in zip(optimizer.param_groups, (step >= c["warm"] * per, True), strict=True):
                 group["lr"] = group["base"] * rate * on
-            with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
-                h = encoder(views)
-            h = h.float()
-            z1, z2 = (projector(part) for part in h.chunk(2))
-            if c["obj"] == "diet":
-                loss = F.cross_entropy(
-                    classifier(h), torch.cat([rows, rows]), label_smoothing=0.8 if c["proj"] > 1000 else 0.3
-                )
-            elif c["obj"] == "simsiam":
-                loss = simsiam_loss(predictor(z1), predictor(z2), z1, z2)
-            else:
-                losses = {"barlow": barlow_twins_loss, "vicreg": vicreg_loss}
-                loss = simclr_loss(z1, z2, c["temp"]) if c["obj"] == "simclr" else losses[c["obj"]](z1, z2)
+            views, h, loss_value = views_and_loss(order[step % per * c["bs"] :][: c["bs"]])
             if c["anchor"]:
                 with torch.no_grad():
                     old = teacher(views)
-                extra, pull = anchor(c, loss, h, old, pull)
-                loss = loss + extra
+                extra, pull = anchor(c, loss_value, h, old, pull)
+                loss_value = loss_value + extra
             optimizer.zero_grad()
-            loss.backward()
+            loss_value.backward()
             optimizer.step()
+    return [numbers[unit.name] for unit in chosen]
+
+
+def normalised(images: Tensor) -> Tensor:
+    """Stored images (B, H, W, 3) uint8 as the network's input."""
+    mean, std = (torch.tensor(value, device=images.device).view(3, 1, 1) for value in (MEAN, STD))
+    return (images.permute(0, 3, 1, 2) / 255 - mean) / std
 
 
 @torch.no_grad()
 def features(encoder: nn.Module, images: Tensor) -> np.ndarray:
-    mean, std = (torch.tensor(value, device=images.device).view(3, 1, 1) for value in (MEAN, STD))
     encoder.eval()
-    return torch.cat([encoder((x.permute(0, 3, 1, 2) / 255 - mean) / std) for x in images.split(400)]).cpu().numpy()
+    return torch.cat([encoder(normalised(part)) for part in images.split(400)]).cpu().numpy()
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("domains", type=Path)
     parser.add_argument("--encoder", required=True, metavar="FILE.onnx")
-    parser.add_argument("--jobs", choices=("depth", "search"), default="depth")
+    parser.add_argument("--jobs", choices=("depth", "orders", "search"), default="depth")
+    parser.add_argument("--only", nargs="+", help="names of domains")
     parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    data = {file.stem: dict(np.load(file)) for file in sorted(options.domains.glob("*.npz"))}
+    files = sorted(
+        file for file in options.domains.glob("*.npz") if file.stem in (KNOWN, *(options.only or [file.stem]))
+    )
+    data = {file.stem: dict(np.load(file)) for file in files}
     pixels = {name: torch.from_numpy(each["images"]).to(device) for name, each in data.items()}
     name = f"onnx:{options.encoder}"
     given = make_encoder(ENCODERS.find(name).Config(name=name, channels="bgr"), 0).to(device)
@@ -156,15 +196,19 @@ def main() -> None:
         right = accuracies(features(encoder, pixels[name]), data[name]["labels"], data[name]["groups"])
         return {test: 100 * float(np.mean(found)) for test, found in right.items()}
 
+    done = [json.loads(line) for line in options.out.open()] if options.out.exists() else []
     with options.out.open("a") as file:
-        for name in data:
+        for name in () if done else data:
             print(json.dumps({"domain": name, "obj": "untouched", **test(given, name)}), file=file, flush=True)
         for settings, domain, seed in jobs(options.jobs, [name for name in data if name != KNOWN]):
+            job = {"domain": domain, "seed": seed, **settings}
+            if any(job.items() <= {k: v for k, v in line.items() if k != "frozen"}.items() for line in done):
+                continue
             encoder, began = copy.deepcopy(given), time.monotonic()
-            train(settings, encoder, pixels[domain], seed)
+            layers = train(settings, encoder, pixels[domain], pixels[KNOWN], seed)
             known = dict(zip(("knew", "knew_linear"), test(encoder, KNOWN).values(), strict=True))
-            line = {"domain": domain, "seed": seed, "sec": time.monotonic() - began, **test(encoder, domain), **known}
-            print(json.dumps({**line, **settings}), file=file, flush=True)
+            line = {**job, "sec": time.monotonic() - began, **test(encoder, domain), **known, "frozen": layers}
+            print(json.dumps(line), file=file, flush=True)
 
 
 if __name__ == "__main__":

@@ -15,6 +15,21 @@ from ptlf.objectives.objective import Teacher, mean_over_views, negative_cosine
 
 SMOOTHING = 0.1  # share of a step in the running mean of the objective's gradient
 
+GENTLE = {"views": {"name": "gentle"}}
+CONTINUED = {
+    "objective": {"projection": 1024},
+    "training": {
+        "optimizer": {"name": "adamw", "weight_decay": 1e-2},
+        "lr": 1.2e-4,
+        "head_lr": 4e-3,
+        "schedule": "cosine",
+        "warmup": 0,
+        "batch": 64,
+        "epochs": 40,
+        "keep_views": 8,
+    },
+}
+
 
 @dataclass
 class AnchorConfig(MethodConfig):
@@ -37,21 +52,7 @@ class Anchor(Method[AnchorConfig]):
     Config = AnchorConfig
     starts_from_given = True
     recapture = "never"
-    presets: ClassVar[Presets] = {
-        "lump": {
-            "views": {"name": "gentle"},
-            "objective": {"projection": 1024},
-            "training": {
-                "optimizer": {"name": "adamw", "weight_decay": 1e-2},
-                "lr": 1.2e-4,
-                "head_lr": 4e-3,
-                "schedule": "cosine",
-                "batch": 64,
-                "epochs": 40,
-                "keep_views": 8,
-            },
-        }
-    }
+    presets: ClassVar[Presets] = {"lump": GENTLE | CONTINUED, "cassle": GENTLE | CONTINUED, "digits": CONTINUED}
 
     def __init__(self, config: AnchorConfig, model: Model, memory: Memory | None, generator: torch.Generator) -> None:
         super().__init__(config, model, memory, generator)

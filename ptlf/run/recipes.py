@@ -150,7 +150,8 @@ def resolve_config(
     trust_code: bool = False,
     tell: Callable[[str], None] = lambda line: None,
 ) -> Config:
-    """The configuration: command line over file over recipe (the one named, or the file's, or the default). A recipe
+    """The configuration: command line over file over recipe (the one named, or the file's, or the default; that
+    depends on whether an encoder with weights is given). A recipe
     for the user's own images chooses what fits them.
 
     trust_code: follow names of code, "package.module:attribute", that only the file holds.
@@ -165,9 +166,8 @@ def resolve_config(
             named = f"{file} is of recipe {short_repr(values['recipe'])}"
             raise UserError(f"{named}, and --recipe says {recipe_name}; leave one of them out")
         explicit = with_stored_encoder(merge(Config, values, parse_overrides(Config, overrides)))
-        settings: Settings = merge(
-            Config, base_settings(recipe_name or values.get("recipe") or DEFAULT, explicit), explicit
-        )
+        name = recipe_name or values.get("recipe") or default_recipe(DEFAULT.partition("/")[0], explicit)
+        settings: Settings = merge(Config, base_settings(name, explicit), explicit)
         free, stream = free_settings(explicit), settings["recipe"].partition("/")[0]
         if free and STREAMS.find(stream).own and name_in(settings, "stream") == stream:
             settings, chosen = fit_pack(as_dict(from_dict(settings)), free)

@@ -10,7 +10,7 @@ from conftest import paint, run_cli, tiny_encoder
 from ptlf.core.errors import UserError
 from ptlf.learner import Learner
 from ptlf.run.inference import LoadedEncoder
-from ptlf.run.recipes import default_recipe
+from ptlf.run.recipes import default_recipe, resolve_config
 from ptlf.run.verdict import Verdict, colours, judge, neighbours_agree
 from ptlf.stream import Images
 
@@ -116,6 +116,8 @@ def test_an_encoder_that_has_learnt_something_gets_a_recipe_of_its_own() -> None
     ):  # fmt: skip
         expected = "vicreg/continue" if given else "simsiam/ptlf"
         assert default_recipe("arriving", {"encoder": encoder}) == f"arriving/{expected}", encoder
+    for words, expected in ((["--encoder.weights", "run"], "vicreg/continue"), ([], "simsiam/ptlf")):
+        assert resolve_config(None, None, words).recipe == f"digits/{expected}"
     settings = Learner(tiny_encoder(), size=8).config
     assert settings.method.name == "anchor" and settings.freezing.initial == settings.freezing.final == 0.5
     assert Learner(tiny_encoder(), objective="simsiam", method="lump", size=8).config.method.name == "lump"
