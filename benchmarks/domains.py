@@ -54,8 +54,8 @@ SOURCES = {
         "each": 120,
         "pattern": r"AID/(?P<cls>\w+)/[a-z]+_(?P<ten>\d*)\d\.jpg",
         "group": lambda part: part["cls"] + part["ten"],
-        "classes": "Airport=airport, Beach=beach, Bridge=bridge, DenseResidential=dense residential, Farmland=farmland, "
-        "Forest=forest, Parking=parking, Port=port, StorageTanks=storage tanks, Viaduct=viaduct",
+        "classes": "Airport=airport, Beach=beach, Bridge=bridge, DenseResidential=dense residential, "
+        "Farmland=farmland, Forest=forest, Parking=parking, Port=port, StorageTanks=storage tanks, Viaduct=viaduct",
     },
     "cells": {
         "repo": "AuralinACC+Blood-Cell-Classification",
@@ -85,8 +85,8 @@ SOURCES = {
         "files": "dataset_less/*/*.JPG",
         "each": 120,
         "pattern": r"/Tomato___(Tomato_)?(?P<cls>[A-Za-z_]+)",
-        "classes": "Bacterial_spot, Early_blight, Late_blight, Leaf_Mold, Septoria_leaf_spot, Spider_mites, Target_Spot, "
-        "Yellow_Leaf_Curl_Virus, mosaic_virus, healthy",
+        "classes": "Bacterial_spot, Early_blight, Late_blight, Leaf_Mold, Septoria_leaf_spot, Spider_mites, "
+        "Target_Spot, Yellow_Leaf_Curl_Virus, mosaic_virus, healthy",
     },
 }
 
