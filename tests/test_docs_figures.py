@@ -14,13 +14,20 @@ from reproduction.page import DIFFERENCES, differences, figure
 from reproduction.tables import METHODS, OBJECTIVES, TABLES
 
 ROOT = Path(__file__).parent.parent
-README, RECIPES, SAVINGS, PRETRAINED, BENCHMARKS = (
+README, RECIPES, SAVINGS, PRETRAINED, BENCHMARKS, RESULTS = (
     ROOT / name
-    for name in ("README.md", "docs/recipes.md", "docs/savings.md", "docs/pretrained.md", "benchmarks/README.md")
+    for name in (
+        "README.md",
+        "docs/recipes.md",
+        "docs/savings.md",
+        "docs/pretrained.md",
+        "benchmarks/README.md",
+        "docs/results.md",
+    )
 )
 FULL = [f"split-cifar10/simsiam/{method}" for method in ("lump", "ptlf", "ptlf-cost", "ptlf-deep")]
 ROWS = dict(zip(FULL, ("LUMP, here", "PTLF, here", "(`ptlf-cost`)", "(`ptlf-deep`"), strict=True))
-MEASURED = {"simsiam": "| SimSiam | seeds |", "barlow_twins": "| Barlow Twins | seeds |"}  # heads of README's tables
+MEASURED = {"simsiam": "| SimSiam | seeds |", "barlow_twins": "| Barlow Twins | seeds |"}  # heads of tables
 SCORES = [("knn_task", "accuracy"), ("knn_task", "forgetting"), ("knn_class", "accuracy")]
 
 
@@ -81,9 +88,9 @@ def test_accuracies_of_the_full_protocol() -> None:
 
 
 @pytest.mark.parametrize("objective", MEASURED)
-def test_the_tables_of_readme(objective: str) -> None:
+def test_the_tables_of_results(objective: str) -> None:
     """Have every method of Split CIFAR-10 that was run, ours beside the paper's."""
-    rows = table_rows(README, MEASURED[objective])
+    rows = table_rows(RESULTS, MEASURED[objective])
     named = {row: found[1] if (found := re.search(r"`(.*)`", row)) else row.split(" (")[0].lower() for row in rows}
     start = f"split-cifar10-{objective}-"
     folders = (ROOT / "results").glob(f"{start}*-seed*")
@@ -104,7 +111,7 @@ def test_the_tables_of_readme(objective: str) -> None:
             assert ("†" in rows[row][6]) == mixed, row
 
 
-def test_the_sentences_of_readme() -> None:
+def test_the_sentences_of_results() -> None:
     """On costs over a whole run, and on `knn_class` with Barlow Twins by seed."""
     table_of_costs, found = TABLES["cost"], paper_results()
     cell = table_of_costs.cell("SimSiam, PTLF", "Split CIFAR-10")
@@ -122,7 +129,7 @@ def test_the_sentences_of_readme() -> None:
     verdicts = [cell.said for row in rows for cell, score in zip(row, scores, strict=True) if score]
     assert lost.said == "worse" and sum(map(bool, verdicts)) == 1
     says(
-        README,
+        RESULTS,
         f"takes {time} of LUMP's time and {flops} of its backward FLOPs",
         f"the paper has {cell.paper['time']:.2f}x and {cell.paper['flops']:.2f}x",
         "A random encoder has {:.1f} and {:.1f} %.".format(*untrained),
@@ -266,8 +273,8 @@ def test_pretrained_encoders() -> None:
 
 
 def test_twenty_short_tasks() -> None:
-    """Means over the seeds of Split CIFAR-100, in the table of recipes and in README's sentence. Ratios are geometric
-    means of those by seed; of time only at the same commit."""
+    """Means over the seeds of Split CIFAR-100, in a table of recipes and a sentence of results. Ratios: geometric means
+    of those by seed; of time only at the same commit."""
     rows = {"lump": "LUMP, here", "ptlf": "PTLF, here", "finetune": "Finetune", "si": "SI", "cassle": "CaSSLe"}
     for method in [*rows, "ptlf-cost", "ptlf-deep"]:
         mine = kept(f"split-cifar100-simsiam-{method}-seed*")
@@ -288,5 +295,5 @@ def test_twenty_short_tasks() -> None:
             points = " and ".join(f"{theirs - ours:.2f}" for ours, theirs in scores)
             times = " and ".join(f"{training([run]) / training([other]):.2f}x" for run, other in pairs)
             says(
-                README, f"by {points}" + (" points" if method == "ptlf" else f", in {times} of its time in tasks 2-20")
+                RESULTS, f"by {points}" + (" points" if method == "ptlf" else f", in {times} of its time in tasks 2-20")
             )
