@@ -221,7 +221,9 @@ def describe(kind: Kind, path: str = "") -> list[tuple[str, str, str]]:
         shared = describe(meta["section"], where)
         keys = {key for key, _, _ in shared}
         owners: dict[tuple[str, str, str], list[str]] = {}
-        for member, entry in (meta["family"] or {}).items():
+        family = meta["family"] or {}
+        by_prefix = {f"{prefix}:": make("NAME") for prefix, make in getattr(family, "prefixes", {}).items()}
+        for member, entry in {**family, **by_prefix}.items():
             for row in describe(entry.Config, where):
                 if row[0] not in keys:
                     owners.setdefault(row, []).append(member)

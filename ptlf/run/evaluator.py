@@ -1,6 +1,6 @@
 """What a run looks at between its steps: correlation, cost, accuracy, features."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -129,6 +129,17 @@ class Evaluator:
             return {}
         with self.testing("testing what the encoder knew before") as phase:
             return self.components.reference.rows(self.encoder, 0, phase)
+
+    def recheck_reference(self, record: Mapping[str, Sequence[float]]) -> list[tuple[str, float, float, int]]:
+        """Probes by which the encoder is worse than before the first task by more than chance (95 %), with accuracies
+        then and now and the number of test images. In the middle of a task, so the run cannot be left here."""
+        if not (prober := self.components.reference):
+            return []
+        with self.clock("evaluation"), self.phase("testing what the encoder knew before"):
+            rows = prober.rows(self.encoder, 0)
+        images = sum(len(split.test) for split in prober.stream.eval_splits)
+        each = [(probe, record[probe][0], row[0], images) for probe, row in rows.items() if row[0] is not None]
+        return [it for it in each if it[1] - it[2] > 1.96 * (2 * it[1] * (100 - it[1]) / images) ** 0.5]
 
     def measure_features(self, task: int) -> list[dict[str, Any]]:
         """Spread and effective rank of the features of a sample of this task's images; labels are not needed. Empty

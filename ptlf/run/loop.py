@@ -224,7 +224,7 @@ class Run:
         self.snapshots.check_finite()
         if not processes.all_equal(self.model.parameters()):
             raise RuntimeError("the processes' weights differ; a parameter's gradient was not averaged over them")
-        self.warn_of_collapse(indices)
+        self.warn_of_harm(indices)
 
     def freeze(self, indices: np.ndarray) -> bool:
         """What the schedule asks for in this epoch. Whether the step's operations are others than before."""
@@ -240,19 +240,26 @@ class Run:
                 self.trainer.rebuild()
         return changed
 
-    def warn_of_collapse(self, indices: np.ndarray) -> None:
-        """Once. Looked for after 1, 2, 4, 8... epochs of a task and after its last: on a GPU an epoch may take less
-        than a second."""
+    def warn_of_harm(self, indices: np.ndarray) -> None:
+        """Once, if features collapse or the encoder forgets what it knew. Looked for after 1, 2, 4, 8... epochs of a
+        task and after its last: on a GPU an epoch may take less than a second."""
         done = self.progress.epoch + 1
         if self.record.warned or (done & (done - 1) and done < self.config.training.epochs):
             return
+        place = f"in task {self.progress.task + 1}, epoch {done}"
         spread, images = self.evaluator.spread(indices)
-        self.record.warned = spread < COLLAPSED
-        if self.record.warned:
-            place = f"in task {self.progress.task + 1}, epoch {done}"
+        if spread < COLLAPSED:
             differ = f"features of {images} images differ by {spread:.1e} (1 = spread evenly, 0 = all the same)"
             hint = "try a lower --training.lr or another objective"
             warn(f"the representation has collapsed {place}: normalised {differ}; {hint}")
+            self.record.warned = True
+        elif done < self.config.training.epochs:  # after the last one the test tells
+            for probe, before, now, images in self.evaluator.recheck_reference(self.record.reference):
+                what = f"{probe} on {images} images of what it knew fell from {before:.1f} to {now:.1f} %"
+                hint = "try a lower --training.lr, or freeze more by --freezing.initial and --freezing.final"
+                warn(f"the encoder is worse than before training {place}: {what}; {hint}")
+                self.record.warned = True
+                return
 
     def save_or_stop(self) -> None:
         """A moment at which the run can be left: it saves itself if it is time to, and stops if it was asked to."""

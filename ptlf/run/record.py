@@ -51,7 +51,7 @@ class Record:
     used: dict[str, list[dict[str, Any]]] = field(default_factory=dict)  # settings of each row of `matrices`
     newly_frozen: list[str] = field(default_factory=list)  # in the epoch that runs
     spent_before: dict[str, float] = field(default_factory=dict)  # seconds by purpose, when it began
-    warned: bool = False  # of a collapse
+    warned: bool = False  # of a collapse, or of the loss of what the encoder knew
     features: list[dict[str, Any]] = field(default_factory=list)  # spread and effective rank after each task
     untrained_features: list[dict[str, Any]] = field(default_factory=list)  # before training, where nothing is labelled
     memory_images: dict[str, Any] | None = None  # what the memory was filled with before the first task

@@ -174,6 +174,21 @@ def test_the_reference_changes_nothing_that_is_trained(known: Path) -> None:
         assert torch.equal(mine, theirs)
 
 
+def test_an_encoder_that_forgets_is_warned_of_in_the_first_epoch(
+    known: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    settings = {"memory__images": None, "evaluation__reference": str(known), "training__epochs": 2}
+    run = Run(config("finetune", known, **settings))
+    rows = iter([{"knn_class": [90.0]}, {"knn_class": [75.0]}, {"knn_class": [20.0]}])  # of 17 images: not sure, sure
+    assert run.components.reference is not None
+    last: dict[str, list[float]] = {}
+    run.components.reference.rows = lambda *_: last.update(next(rows, {})) or dict(last)  # type: ignore[method-assign]
+    run.train()
+    told = capsys.readouterr().err
+    place = "in task 2, epoch 1: knn_class on 17 images of what it knew fell from 90.0 to 20.0 %"
+    assert told.count("the encoder is worse than before training") == told.count(place) == 1
+
+
 def test_a_reference_without_labels(known: Path, tmp_path: Path) -> None:
     np.save(tmp_path / "plain.npy", known_images(6)[0])
     with pytest.raises(UserError, match=r"plain\.npy has no labels"):
