@@ -118,9 +118,7 @@ def train(settings: Settings, encoder: nn.Module, images: Tensor, known: Tensor,
     def views_and_loss(rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         uniforms = draw(len(rows), generator).to(device)
         views = torch.cat(make_views(images[rows], uniforms, views_of(c), images.shape[1]))
-        with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda"):
-            h = encoder(views)
-        h = h.float()
+        h = encode(encoder, views)
         z1, z2 = (projector(part) for part in h.chunk(2))
         if c["obj"] == "diet":
             smoothing = 0.8 if c["proj"] > 1000 else 0.3
@@ -130,6 +128,10 @@ def train(settings: Settings, encoder: nn.Module, images: Tensor, known: Tensor,
         if c["obj"] == "simclr":
             return views, h, simclr_loss(z1, z2, c["temp"])
         return views, h, {"barlow": barlow_twins_loss, "vicreg": vicreg_loss}[c["obj"]](z1, z2)
+
+    def encode(network: nn.Module, views: Tensor) -> Tensor:
+        with torch.autocast(device.type, torch.bfloat16, enabled=c["bf16"]):
+            return network(views).float()
 
     def loss() -> Tensor:
         rows = torch.randint(len(images), (c["bs"],), generator=generator).to(device)
@@ -156,7 +158,7 @@ def train(settings: Settings, encoder: nn.Module, images: Tensor, known: Tensor,
             views, h, loss_value = views_and_loss(order[step % per * c["bs"] :][: c["bs"]])
             if c["anchor"]:
                 with torch.no_grad():
-                    old = teacher(views)
+                    old = encode(teacher, views)
                 extra, pull = anchor(c, loss_value, h, old, pull)
                 loss_value = loss_value + extra
             optimizer.zero_grad()
@@ -202,8 +204,10 @@ def main() -> None:
     parser.add_argument("--jobs", choices=("depth", "orders", "search"), default="depth")
     parser.add_argument("--only", nargs="+", help="names of domains")
     parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--bf16", action="store_true", help="run the encoder in bf16 on a CPU too, as on a GPU")
     options = parser.parse_args()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    bf16 = options.bf16 or device.type == "cuda"
     files = sorted(
         file for file in options.domains.glob("*.npz") if file.stem in (KNOWN, *(options.only or [file.stem]))
     )
@@ -221,11 +225,11 @@ def main() -> None:
         for name in () if done else data:
             print(json.dumps({"domain": name, "obj": "untouched", **test(given, name)}), file=file, flush=True)
         for settings, domain, seed in jobs(options.jobs, [name for name in data if name != KNOWN]):
-            job = {"domain": domain, "seed": seed, **settings}
+            job = {"domain": domain, "seed": seed, "bf16": bf16, **settings}
             if any(all(line.get(key) == value for key, value in job.items()) for line in done):
                 continue
             encoder, began = copy.deepcopy(given), time.monotonic()
-            layers = train(settings, encoder, pixels[domain], pixels[KNOWN], seed)
+            layers = train(settings | {"bf16": bf16}, encoder, pixels[domain], pixels[KNOWN], seed)
             known = dict(zip(("knew", "knew_linear"), test(encoder, KNOWN).values(), strict=True))
             free = label_free(settings, encoder, given, pixels[domain])
             accuracy = {**test(encoder, domain), **known}

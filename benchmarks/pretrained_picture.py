@@ -19,7 +19,7 @@ from ptlf.report.drawing import Colours, frame, save_picture, style, themed
 
 RESULTS = Path(__file__).parent.parent / "results" / "pretrained"
 MEASURED = ("domain", "seed", "sec", "knn", "linear", "knew", "knew_linear", "frozen", "days")
-MEASURED += ("rank", "spread", "retrieved", "moved")
+MEASURED += ("bf16", "rank", "spread", "retrieved", "moved")
 SHARES = {0: "run2", 0.25: "run5", 0.5: "run3", 0.75: "run1", 0.9: "run6"}  # of the layers that were frozen; colours
 Point = tuple[float, float]  # points gained on new images, change in what the encoder knew
 
