@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from sklearn.linear_model import LogisticRegression
 from sklearn.model_selection import StratifiedGroupKFold
 
@@ -26,7 +27,7 @@ from ptlf.core.settings import load_yaml
 from ptlf.run.inference import load_encoder
 from ptlf.run.record import source_commit
 from ptlf.run.results import write_json
-from ptlf.run.verdict import start_encoder
+from ptlf.run.verdict import colours, start_encoder
 
 KNOWN, DAYS, NEIGHBOURS = "photos", 2, 10
 
@@ -72,6 +73,7 @@ def learn(domain: Path, known: Path, seed: int, settings: dict[str, object], fol
         "peak_resident_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
         "start": accuracies(start.embed(images), *test), "end": accuracies(learner.embed(images), *test),
         "pixels": accuracies(small_pixels(images), *test),
+        "colours": accuracies(colours(torch.from_numpy(images)).numpy(), *test),
         "known_start": accuracies(start.embed(old["images"]), *known_test),
         "known_end": accuracies(learner.embed(old["images"]), *known_test),
     }  # fmt: skip
@@ -165,7 +167,7 @@ def print_table(out: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("domains", type=Path)
-    parser.add_argument("--encoder", default="resnet18", help="as for --encoder.name")
+    parser.add_argument("--encoder", help="as for --encoder.name (default: chosen for the images, with random weights)")
     parser.add_argument("--table", action="store_true", help="of the runs in OUT; nothing is trained")
     parser.add_argument(
         "--costs", action="store_true", help="time a few epochs of the recipe and of what it leaves out"
@@ -179,7 +181,8 @@ def main() -> None:
     options, words = parser.parse_known_args()
     if options.table:
         return print_table(options.out)
-    settings: dict[str, object] = {"encoder": options.encoder, "evaluation.gallery": False}
+    settings: dict[str, object] = {"evaluation.gallery": False}
+    settings |= {"encoder": options.encoder} if options.encoder else {}
     settings |= {word.removeprefix("--"): load_yaml(value) for word, value in zip(words[::2], words[1::2], strict=True)}
     options.out.mkdir(parents=True, exist_ok=True)
     if options.costs or options.folders:
@@ -200,7 +203,7 @@ def main() -> None:
             continue
         for domain in sorted(options.domains.glob("*.npz")):
             file = options.out / f"{options.name}-{domain.stem}-seed{seed}.json"
-            if domain.stem == KNOWN or file.exists() or (options.only and domain.stem not in options.only):
+            if file.exists() or (domain.stem not in options.only if options.only else domain.stem == KNOWN):
                 continue
             with tempfile.TemporaryDirectory() as folder:
                 found = learn(domain, known, seed, settings, Path(folder) / "run")
