@@ -8,7 +8,7 @@ domains; its colour says how much of the encoder was frozen.
 
 import argparse
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ RESULTS = Path(__file__).parent.parent / "results" / "pretrained"
 MEASURED = ("domain", "seed", "sec", "knn", "linear", "knew", "knew_linear", "frozen", "days")
 MEASURED += ("bf16", "rank", "spread", "retrieved", "moved")
 SHARES = {0: "run2", 0.25: "run5", 0.5: "run3", 0.75: "run1", 0.9: "run6"}  # of the layers that were frozen; colours
-Point = tuple[float, float]  # points gained on new images, change in what the encoder knew
+Point = tuple[float, ...]  # points gained on new images, by kNN and linearly, and change in what the encoder knew
 
 
 def read(file: Path) -> tuple[list[dict[str, Any]], dict[str, dict[str, Any]]]:
@@ -31,29 +31,36 @@ def read(file: Path) -> tuple[list[dict[str, Any]], dict[str, dict[str, Any]]]:
     return [line for line in lines if line["obj"] != "untouched"], start
 
 
-def points(lines: Iterable[Mapping[str, Any]], start: Mapping[str, Mapping[str, Any]], seeds: bool) -> dict[str, Point]:
-    """By settings, as JSON: means over domains, and over seeds unless each `seeds` a setting of its own."""
+def points(file: Path, domains: Collection[str], seeds: bool) -> dict[str, Point]:
+    """By settings, as JSON: means over these domains, and over seeds unless each `seeds` a setting of its own. Settings
+    that were not tried on all of them are left out."""
+    lines, start = read(file)
     found: dict[str, list[Point]] = {}
     for line in lines:
+        if line["domain"] not in domains:
+            continue
         settings = {key: value for key, value in line.items() if key not in MEASURED}
         key = json.dumps(settings | ({"seed": line["seed"]} if seeds else {}), sort_keys=True)
-        gain, change = line["knn"] - start[line["domain"]]["knn"], line["knew"] - start["photos"]["knn"]
-        found.setdefault(key, []).append((gain, change))
-    return {key: tuple(np.mean(each, axis=0).tolist()) for key, each in found.items()}
+        gains = [line[test] - start[line["domain"]][test] for test in ("knn", "linear")]
+        found.setdefault(key, []).append((*gains, line["knew"] - start["photos"]["knn"]))
+    return {key: tuple(np.mean(each, axis=0).tolist()) for key, each in found.items() if len(each) >= len(domains)}
 
 
 def picture(colours: Colours) -> Canvas:
     keys = [(f"{share:.0%}", {"color": colours[c], "marker": "o", "linestyle": ""}) for share, c in SHARES.items()]
     recipe = {"color": colours["ink"], "marker": "*", "markersize": 11, "linestyle": "-"}
     titled = "Gain and loss by the share of layers frozen"
+    searched = points(RESULTS / "search-h200.jsonl", ("cells", "signs", "textures"), seeds=True)
     canvas, axes = frame(colours, 230, width=500, title=titled, keys=[*keys, ("settings of ptlf learn", recipe)])
-    for key, (gain, change) in points(*read(RESULTS / "search-h200.jsonl"), seeds=True).items():
+    for key, (gain, _, change) in searched.items():
         colour = colours[SHARES[json.loads(key)["depth"]]]
         axes.plot(change, gain, "o", color=colour, markersize=4, alpha=0.75)
-    path = points(*read(RESULTS / "depth-h200.jsonl"), seeds=False)
+    path = points(RESULTS / "depth-h200.jsonl", ("cells", "letters", "textures"), seeds=False)
     depths = sorted((each["depth"], point) for key, point in path.items() if "which" not in (each := json.loads(key)))
-    axes.plot(*zip(*((change, gain) for _, (gain, change) in depths), strict=True), color=colours["ink"], linewidth=1)
-    for depth, (gain, change) in depths:
+    axes.plot(
+        *zip(*((change, gain) for _, (gain, _, change) in depths), strict=True), color=colours["ink"], linewidth=1
+    )
+    for depth, (gain, _, change) in depths:
         axes.plot(change, gain, "*", color=colours[SHARES[depth]], markeredgecolor=colours["ink"], markersize=11)
     axes.axhline(0, color=colours["soft"], linewidth=0.8)
     axes.axvline(0, color=colours["soft"], linewidth=0.8)

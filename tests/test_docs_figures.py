@@ -9,11 +9,13 @@ from typing import Any
 import pytest
 from paper_runs import paper_results
 
+from benchmarks.pretrained_picture import points
 from ptlf.report.runs import LATER_KEPT, RunRecord
 from reproduction.page import DIFFERENCES, differences, figure
 from reproduction.tables import METHODS, OBJECTIVES, TABLES
 
 ROOT = Path(__file__).parent.parent
+GIVEN = ROOT / "results" / "pretrained"
 README, RECIPES, SAVINGS, PRETRAINED, BENCHMARKS, RESULTS = (
     ROOT / name
     for name in (
@@ -297,3 +299,29 @@ def test_twenty_short_tasks() -> None:
             says(
                 RESULTS, f"by {points}" + (" points" if method == "ptlf" else f", in {times} of its time in tasks 2-20")
             )
+
+
+def test_a_given_encoder_by_the_share_of_its_layers_that_is_frozen() -> None:
+    """Means over three domains; and what the settings that were drawn at random lose."""
+    depths = points(GIVEN / "depth-h200.jsonl", ("cells", "letters", "textures"), seeds=False)
+    found = {
+        (each["depth"], each.get("which", "first")): point for key, point in depths.items() if (each := json.loads(key))
+    }
+    names = {0: "nothing", 0.25: "quarter", 0.5: "half (default)", 0.75: "three quarters", 0.9: "nine tenths"}
+    rows = table_rows(PRETRAINED, "| frozen |")
+    assert len(rows) == len(found)
+    for (depth, which), point in found.items():
+        assert rows[f"{which} {names[depth]}" if depth else "nothing"] == [f"{value:+.1f}" for value in point]
+    searched = points(GIVEN / "search-h200.jsonl", ("cells", "signs", "textures"), seeds=True)
+    some = {
+        depth: [point for key, point in searched.items() if json.loads(key)["depth"] == depth] for depth in (0, 0.75)
+    }
+    worse = {depth: sum(change < -1 for *_, change in each) for depth, each in some.items()}
+    gain, _, change = (statistics.fmean(column) for column in zip(*some[0], strict=True))
+    says(
+        PRETRAINED,
+        f"The points are {len(searched)} settings",
+        f"Of the {len(some[0])} with nothing frozen, {worse[0]} lost more than a point of what the encoder knew, "
+        f"{-change:.1f} on average, and they made the encoder worse on the new images too: by {-gain:.1f} points. "
+        f"Of the {len(some[0.75])} with three quarters frozen, {worse[0.75]} lost more than a point.",
+    )
