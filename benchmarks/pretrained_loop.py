@@ -64,7 +64,7 @@ def jobs(kind: str, domains: list[str]) -> Iterator[tuple[Settings, str, int]]:
             yield from ((settings, domain, number) for domain in domains)
     elif kind == "orders":
         shorter = {**LEARN, "days": 1, "epochs": 20}
-        orders = [*itertools.product((0, 0.5, 0.75), ["first"]), *itertools.product((0.5, 0.75), ("ratios", "cost"))]
+        orders = [*itertools.product((0.5, 0.75), ("first", "ratios", "cost")), (0, "first")]
         for seed, (depth, which) in itertools.product(range(3), orders):
             yield from (({**shorter, "depth": depth, "which": which}, domain, seed) for domain in domains)
     else:
