@@ -140,28 +140,44 @@ def time_folders(folders: list[Path], settings: dict[str, Any]) -> dict[str, Any
     return {"folders": len(folders), "seconds": seconds, "peak_resident_bytes": peak, "results": results["environment"]}
 
 
+def differences(runs: list[dict[str, Any]], before: str, after: str, test: str) -> np.ndarray:
+    """In points, by seed and image."""
+    return np.array([np.subtract(run[after][test], run[before][test]) for run in runs]) * 100.0
+
+
 def gain(runs: list[dict[str, Any]], before: str, after: str, test: str) -> str:
     """Mean over seeds of the difference in points, its 95 % interval over images, and the seeds' range."""
-    each = np.array([np.subtract(run[after][test], run[before][test]) for run in runs]) * 100.0
+    each = differences(runs, before, after, test)
     images, seeds = each.mean(0), each.mean(1)
     sure = 1.96 * images.std() / len(images) ** 0.5
     return f"{images.mean():+.1f} ± {sure:.1f} ({seeds.min():+.1f} to {seeds.max():+.1f})"
 
 
-def print_table(out: Path) -> None:
-    runs: dict[tuple[str, str], list[dict[str, Any]]] = {}
-    for file in sorted(out.glob("*-seed*.json")):
-        name, domain, _ = file.stem.rsplit("-", 2)
-        runs.setdefault((name, domain), []).append(json.loads(file.read_text()))
-    titles = ["settings", "images", "seeds", "kNN at the start", "gained", "linear at the start", "gained"]
+def table(out: Path, name: str) -> list[list[str]]:
+    """Of the runs in `out` with the settings `name`: a row of cells for each domain, and one of their means."""
+    runs: dict[str, list[dict[str, Any]]] = {}
+    for file in sorted(out.glob(f"{name}-*-seed*.json")):
+        runs.setdefault(file.stem.split("-")[-2], []).append(json.loads(file.read_text()))
+    columns = [("start", "end", "knn"), ("start", "end", "linear"), ("known_start", "known_end", "knn")]
+    rows = [
+        [domain, str(len(some))]
+        + [
+            cell
+            for before, after, test in columns
+            for cell in (f"{100 * np.mean(some[0][before][test]):.1f}", gain(some, before, after, test))
+        ]
+        for domain, some in runs.items()
+    ]
+    means = [[differences(some, *column).mean() for some in runs.values()] for column in columns]
+    return [*rows, ["mean", "", *(cell for each in means for cell in ("", f"{np.mean(each):+.1f}"))]]
+
+
+def print_table(out: Path, name: str) -> None:
+    titles = ["images", "seeds", "kNN at the start", "gained", "linear at the start", "gained"]
     titles += ["what it knew, kNN", "gained"]
     print(f"| {' | '.join(titles)} |", "|---" * len(titles) + "|", sep="\n")
-    for (name, domain), some in runs.items():
-        start = [f"{100 * np.mean(some[0]['start'][test]):.1f}" for test in ("knn", "linear")]
-        known = f"{100 * np.mean(some[0]['known_start']['knn']):.1f}"
-        cells = [name, domain, len(some), start[0], gain(some, "start", "end", "knn"), start[1]]
-        cells += [gain(some, "start", "end", "linear"), known, gain(some, "known_start", "known_end", "knn")]
-        print(f"| {' | '.join(map(str, cells))} |")
+    for cells in table(out, name):
+        print(f"| {' | '.join(cells)} |")
 
 
 def main() -> None:
@@ -180,7 +196,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("results/pretrained"))
     options, words = parser.parse_known_args()
     if options.table:
-        return print_table(options.out)
+        return print_table(options.out, options.name)
     settings: dict[str, object] = {"evaluation.gallery": False}
     settings |= {"encoder": options.encoder} if options.encoder else {}
     settings |= {word.removeprefix("--"): load_yaml(value) for word, value in zip(words[::2], words[1::2], strict=True)}
