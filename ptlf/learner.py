@@ -18,6 +18,7 @@ from ptlf.core.phases import Watcher
 from ptlf.core.reading import flatten
 from ptlf.core.registry import settings_from
 from ptlf.core.settings import as_dict, merge, nested
+from ptlf.encoders import brings_weights
 from ptlf.report.live import Live, tell
 from ptlf.run.build import check_grows, make_stream
 from ptlf.run.config import Config, from_dict, read_yaml
@@ -41,6 +42,10 @@ from ptlf.training.process import Stopped
 MAX_SECONDS = 1e9
 MAY_BE_GIVEN = ("device", "evaluation.tasks", "log")  # of a run that is there
 ARGUMENTS_OF_LEARN = {"name", "again", "new_only", "watcher", "test_fraction", "on_error", "workers", "fit"}
+FROM_NOTHING = (
+    "the encoder begins with random weights: from a few thousand images it may tell them apart no better than a "
+    "histogram of colours does; give one that knows something, as --encoder.name hf:FOLDER or --encoder.weights FILE"
+)
 Source = Any  # a path, an array, a list of images, a data set
 
 
@@ -191,6 +196,8 @@ class Learner:
                         self.config = from_dict(fitted)
                         if chosen and tells:
                             tell(f"{chosen}; they hold for all later tasks, and cannot be changed then")
+                        if not brings_weights(self.config.encoder):
+                            info(FROM_NOTHING)
                     accepted = accept(self.folder, incoming)
                     self._train(watcher, accepted)
             except Stopped as stopped:

@@ -96,8 +96,9 @@ def test_labelled_images_are_judged_after_a_task_and_by_evaluate(tmp_path: Path)
     paint(tmp_path / "day1", 8)
     words = ["--encoder.name", "conftest:tiny_encoder", "--training.epochs", 1, "--training.batch", 4]
     run = tmp_path / "run"
-    shown = run_cli("learn", run, tmp_path / "day1", *words, "--size", 8, "--evaluation.gallery", "false").out
-    assert "without labelled images nothing here tells whether that helped" in " ".join(shown.split())
+    first = run_cli("learn", run, tmp_path / "day1", *words, "--size", 8, "--evaluation.gallery", "false")
+    assert "without labelled images nothing here tells whether that helped" in " ".join(first.out.split())
+    assert "begins with random weights" in " ".join(first.err.split())
     shown = run_cli("evaluate", run, "--stream.labelled", tmp_path / "known", "--trust-code").out
     assert "% of 12 images of known; the untrained encoder" in " ".join(shown.split())
     shown = run_cli("learn", run, tmp_path / "known" / "a", "--trust-code").out
