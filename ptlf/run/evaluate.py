@@ -13,14 +13,12 @@ from ptlf import evaluation
 from ptlf.core.errors import UserError, warn
 from ptlf.evaluation import PROBES, Prober
 from ptlf.evaluation.probes import OWN
-from ptlf.run.build import make_stream
+from ptlf.run.build import labelled_images, make_stream
 from ptlf.run.config import Config
 from ptlf.run.inference import load_encoder
 from ptlf.run.results import add_evaluation, read_results
 from ptlf.run.verdict import Verdict, both_splits, judge, name_start, start_encoder
-from ptlf.stream.images import find_images
-from ptlf.stream.pack import data_root
-from ptlf.stream.packing import OnError, labelled_dataset
+from ptlf.stream.packing import OnError
 from ptlf.stream.task import digest, single_task_stream
 
 
@@ -57,9 +55,8 @@ def evaluate_run(
         stream = make_stream(config, folder)
         names, task = [split.name for split in stream.eval_splits], len(stream.tasks)
     else:
-        path, share = find_images(labelled, data_root(config.data_root)), config.evaluation.reference_test
-        data = labelled_dataset(path, encoder.card["image_size"], share, encoder.fit, on_error)
-        stream, names = single_task_stream(data, "labelled", learnt or 1), [path.name]
+        data = labelled_images(config, labelled, encoder.card["image_size"], encoder.fit, on_error)
+        stream, names = single_task_stream(data, "labelled", learnt or 1), [data.name]
     probes = dict(config.probes)
     if chosen is not None:
         probes = {name: replace(probes.get(name) or PROBES.find(name).Config(), enabled=True) for name in chosen}

@@ -16,7 +16,7 @@ from ptlf.evaluation.metrics import effective_rank, spaced, spread
 from ptlf.evaluation.prober import eval_mode
 from ptlf.freezing.correlation import TaskCorrelation
 from ptlf.freezing.subspace import NotFinite
-from ptlf.run.components import Components
+from ptlf.run.build import Components
 from ptlf.run.record import Row
 from ptlf.stream import Images
 from ptlf.training.checkpoint import Position

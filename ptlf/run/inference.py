@@ -26,8 +26,7 @@ from ptlf.encoders import as_encoder
 from ptlf.encoders.weights import FILES, KEY
 from ptlf.evaluation.prober import eval_mode
 from ptlf.methods import METHODS, Method
-from ptlf.run.build import choose_device, make_encoder
-from ptlf.run.components import Components
+from ptlf.run.build import Components, choose_device, make_encoder
 from ptlf.run.config import from_dict
 from ptlf.run.folder import ENCODER, restore_encoder
 from ptlf.run.recipes import name_of

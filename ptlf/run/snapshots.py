@@ -24,8 +24,8 @@ from ptlf.core.randomness import global_state, set_global_state
 from ptlf.core.settings import as_dict
 from ptlf.encoders import ENCODERS
 from ptlf.encoders.weights import KEY
+from ptlf.run.build import Components
 from ptlf.run.compat import describe_changes
-from ptlf.run.components import Components
 from ptlf.run.config import from_dict, read_yaml, to_yaml
 from ptlf.run.folder import ENCODER, START, differing_shapes, save_encoder
 from ptlf.run.inference import card_of
