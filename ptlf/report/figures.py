@@ -12,10 +12,9 @@ from matplotlib.figure import Figure as Canvas
 from matplotlib.ticker import MaxNLocator
 
 from ptlf.core.errors import clipped
-from ptlf.report.checks import tile_pixels
 from ptlf.report.drawing import HALF, STEPS, THIRD, Colours, end_of, frame, look, run_keys
 from ptlf.report.measures import Measure
-from ptlf.report.runs import Comparison, Group, known_probes, means
+from ptlf.report.runs import Comparison, Group, known_probes, means, tile_pixels
 from ptlf.run.results import Json
 
 Series = dict[int, tuple[float, float]]  # by task or epoch: mean over seeds, standard deviation
@@ -65,10 +64,6 @@ def known_by_task(group: Group, probe: str) -> Series:
     """Accuracy on what the encoder knew before: 0 is before the first task, n after task n."""
     found = [known_probes(run.results).get(probe) for run in group.runs]
     return means([pair for one in found if one for pair in enumerate([one["before"], *one["after"]])])
-
-
-def features_by_task(group: Group, key: str) -> Series:
-    return means([(entry["task"], entry[key]) for run in group.runs for entry in run.results.get("features") or []])
 
 
 def over_tasks(lines: Sequence[tuple[Group, Series]], highest: float | None, colours: Colours) -> Canvas:

@@ -1,5 +1,4 @@
-"""The encoder that a run leaves, with the preprocessing it was tested with, and features of any images by it. Needs
-none of the training data."""
+"""The encoder that a run leaves, with its preprocessing, and features of any images; no training data are needed."""
 
 import json
 import tempfile
@@ -91,10 +90,8 @@ class LoadedEncoder:
         return self.card.get("fit", "crop")
 
     def preprocess(self, images: Any) -> Tensor:
-        """The module's input (N, 3, view_size, view_size), float32 on its device, of one image or of several.
-
-        images: a path, a PIL image, an array, or several of them in any form that `embed` takes.
-        """
+        """The module's input (N, 3, view_size, view_size), float32 on its device, of one image or of several, in any
+        form that `embed` takes."""
         return torch.cat([self.prepare(batch.images) for batch in self.batches(images, 256)])
 
     def prepare(self, pixels: np.ndarray) -> Tensor:
@@ -111,7 +108,7 @@ class LoadedEncoder:
 
     @torch.no_grad()
     def embedded(
-        self, images: Any, batch: int = 256, on_problem: OnProblem = refuse_broken
+        self, images: Any, batch: int, on_problem: OnProblem = refuse_broken
     ) -> Iterator[tuple[SquareBatch, np.ndarray]]:
         """Batches of images with their features (n, feature_dim) float32."""
         for part in self.batches(images, batch, on_problem):
@@ -180,24 +177,16 @@ def rebuilt(card: Card, folder: Path, encoder: nn.Module | None, seed: int = 0) 
 
 
 def embed_images(
-    folder: Path,
-    images: Sequence[str],
-    out: Path,
-    *,
-    batch: int = 256,
-    device: str = "auto",
-    on_error: str = "refuse",
-    trust_code: bool = False,
+    folder: Path, images: Sequence[str], out: Path, *, batch: int, device: str, on_error: str, trust_code: bool
 ) -> tuple[int, int, list[dict[str, str]]]:
     """Write the features of any number of images; names begin with their path if there are several paths. Returns how
-    many images there are, how long each one's features are, and which were skipped. Decoded and written in batches:
-    only names and labels are held in memory."""
+    many images there are, how long each one's features are, and which were skipped. Only names and labels are held in
+    memory."""
     if out.suffix not in WRITERS:
         raise UserError(f"--out {out} must end with {' or '.join(WRITERS)}")
-    opened = [(path, open_images(find_images(path, data_root()))) for path in images]
-    splits = [
-        (f"{path.rstrip('/')}/" if len(images) > 1 else "", split) for path, found in opened for split in found.values()
-    ]
+    prefixes = [f"{path.rstrip('/')}/" if len(images) > 1 else "" for path in images]
+    opened = [open_images(find_images(path, data_root())) for path in images]
+    splits = [(prefix, part) for prefix, found in zip(prefixes, opened, strict=True) for part in found.values()]
     encoder = load_encoder(folder, device=device, trust_code=trust_code)
     skipped: list[dict[str, str]] = []
     total = 0

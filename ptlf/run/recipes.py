@@ -1,7 +1,5 @@
-"""Recipes STREAM/OBJECTIVE/METHOD: a complete configuration from the stream's protocol and from what the objective and
-the method need there (`presets`). METHOD is a method or one of `VARIANTS`. An encoder other than the protocol's may
-bring presets too. Scores of the recipes that were run are in docs/reproduction.md.
-"""
+"""Recipes STREAM/OBJECTIVE/METHOD: a complete configuration from the stream's protocol and from what the members need
+there (`presets`). METHOD is a method or one of `VARIANTS`. Scores are in docs/reproduction.md."""
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
@@ -74,8 +72,7 @@ def default_recipe(stream: str, explicit: Settings) -> str:
 
 
 def recipe_names() -> list[str]:
-    """Every stream with every objective and every method or variant that goes with it. Those that need the whole stream
-    do not go with tasks that arrive one by one."""
+    """Every stream with every objective and method or variant that goes with it, and with tasks that arrive."""
     methods = {**{name: name for name in METHODS}, **{name: variant["method"] for name, variant in VARIANTS.items()}}
     return [
         f"{stream}/{objective}/{name}"
@@ -92,10 +89,8 @@ def conflict(objective: type[Objective], method: type[Method]) -> str | None:
     if objective.needs_labels and method.mixes_images:
         return "the method mixes images, and their labels are not mixed; use --method finetune"
     if method.distills and not objective.can_distill():
-        return (
-            "the method compares projections with an earlier model's, which the objective does not say how to do; "
-            "give it `compare` and `distill`, or use another method"
-        )
+        lacking = "the method compares projections with an earlier model's, which the objective does not say how to do"
+        return f"{lacking}; give it `compare` and `distill`, or use another method"
     return None
 
 
@@ -150,12 +145,10 @@ def resolve_config(
     trust_code: bool = False,
     tell: Callable[[str], None] = lambda line: None,
 ) -> Config:
-    """The configuration: command line over file over recipe (the one named, or the file's, or the default; that
-    depends on whether an encoder with weights is given). A recipe
-    for the user's own images chooses what fits them.
+    """Command line over file over recipe: the one named, or the file's, or the default. A recipe for the user's own
+    images chooses what fits them.
 
-    trust_code: follow names of code, "package.module:attribute", that only the file holds.
-    tell: gets a line on what was chosen.
+    trust_code: follow names of code that only the file holds. tell: gets a line on what was chosen.
     """
     values = read_yaml(file) if file else {}
     untrusted = settings_from(file, [recipe_name or "", *overrides]) if file and not trust_code else nullcontext()
@@ -201,9 +194,9 @@ def with_stored_encoder(explicit: Settings) -> Settings:
     """The settings, with the encoder whose weights they take where they name none, and with its normalisation. Code
     that the weights' file names is not followed."""
     encoder = explicit.get("encoder")
-    weights = encoder.get("weights") if isinstance(encoder, Mapping) else None
-    stored = stored_encoder(Path(weights).expanduser()) if isinstance(weights, str) else None
-    if stored is None or not isinstance(encoder, Mapping):
+    if not isinstance(encoder, Mapping) or not isinstance(weights := encoder.get("weights"), str):
+        return explicit
+    if (stored := stored_encoder(Path(weights).expanduser())) is None:
         return explicit
     if "name" in encoder:
         return merge(Config, explicit, {"encoder": {"mean": stored["mean"], "std": stored["std"], **encoder}})
