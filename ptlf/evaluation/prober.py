@@ -63,8 +63,8 @@ class EvaluationConfig:
 class Prober:
     """Tests an encoder on a stream's eval_splits. `prepare` turns stored images into the encoder's input.
 
-    An encoder whose vector has a part for each task says where: `encoder.feature_slice(task)`. A split against its
-    own task's images is tested with its own part, one of no task or against all classes with the whole vector.
+    An encoder whose vector has a part for each task says where: `encoder.feature_slice(task)`. Only splits against
+    their own task's images are tested with that part.
     """
 
     def __init__(

@@ -82,8 +82,8 @@ class Evaluator:
                 raise UserError(f"{error}, in the {place}; {hint}") from error
 
     def sample_gradients(self, at: Position, indices: np.ndarray, weights: Sequence[Tensor]) -> Sequence[Tensor | None]:
-        """On a batch of the new task. The run may be left before it in a task's first epoch: after a later one what was
-        learnt may not be saved, and cannot be any more, since the batches before have been drawn."""
+        """On a batch of the new task. The run may be left here in a task's first epoch only: what was learnt in others
+        may not be saved, and cannot be, since the batches before have been drawn."""
         if at.epoch == 0:
             self.stop_if_requested()
         return self.components.trainer.sample_gradients(indices, self.components.random["correlation"], weights)
@@ -108,8 +108,7 @@ class Evaluator:
         return self.test(self.components.prober, f"testing on task {task + 1} before it is learnt", None, [task])[1]
 
     def test_untrained(self, known: int = 0) -> tuple[Rows, Rows]:
-        """Rows of the untrained encoder on all splits, and its accuracies on tasks yet to come. known: tasks that it
-        was tested on before."""
+        """Rows of the untrained encoder on all splits, and its accuracies on tasks but the first `known`."""
         count = len(self.stream.tasks)
         ahead = range(max(known, 1), count)
         return self.test(self.components.prober, "testing the encoder before training", count, ahead)
@@ -137,7 +136,6 @@ class Evaluator:
         return [{"task": task + 1, "images": len(features), **measured}]
 
     def features(self, images: Images, indices: np.ndarray, most: int) -> Tensor:
-        """Of a sample of these images."""
         with self.clock("evaluation"), eval_mode(self.encoder):
             source, chosen = self.components.trainer.sources(images), torch.from_numpy(spaced(indices, most))
             batches = [self.components.prepare(source.gather(part)) for part in chosen.split(128)]

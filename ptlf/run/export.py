@@ -27,10 +27,8 @@ TOLERANCE = 1e-4  # of the greatest feature
 def export_run(
     folder: Path, to: Path, licence: str | None = None, overwrite: bool = False, trust_code: bool = False
 ) -> tuple[float, float]:
-    """Write the encoder to FILE.onnx or FILE.pt2. Returns the greatest difference to PyTorch, and the greatest feature.
-
-    The preprocessing is in the file's metadata, with the licence of the encoder where one is given.
-    """
+    """Write the encoder to FILE.onnx or FILE.pt2, its preprocessing and licence in the file's metadata. Returns the
+    greatest difference to PyTorch, and the greatest feature."""
     if to.suffix not in EXPORTERS:
         hint = f"to share the encoder, copy {folder / 'encoder.safetensors'}, which ptlf.load_encoder reads"
         raise UserError(f"--to {to} must end with .onnx or .pt2; {hint}")

@@ -49,8 +49,7 @@ def check_vacant(out: Path) -> None:
 
 
 def check_new(folder: Path) -> None:
-    """Refuse a folder that holds files and no run. Hidden files and logs do not count, nor does what a run leaves that
-    is killed before its settings are written."""
+    """Refuse a folder that holds files and no run, but for hidden files, logs and what a run leaves that was killed."""
     if (folder / "config.yaml").exists() or not folder.is_dir():
         return
     for path in sorted(folder.iterdir()):
