@@ -115,8 +115,7 @@ def with_epochs(comparison: Comparison) -> list[Group]:
 
 
 def mean_line(group: Group, value: Value, epochs: int) -> dict[int, float]:
-    """By epoch of the stream, the mean over seeds of finite values. `epochs` of a task are drawn, which may be more
-    than the group has."""
+    """By epoch of the stream, the mean over seeds of finite values. A task is drawn with `epochs`, or fewer."""
     found = [((line["task"] - 1) * epochs + line["epoch"], value(line)) for run in group.runs for line in run.epochs]
     return {place: mean for place, (mean, _) in means([p for p in found if not isinstance(p[1], str)]).items()}
 

@@ -338,8 +338,7 @@ def group_seeds(runs: Iterable[RunRecord]) -> list[Group]:
 
 
 def name_groups(groups: list[Group]) -> None:
-    """Recipe names without what they all begin with; where two are equal, the settings that differ and count; then the
-    folder."""
+    """Recipe names without their common beginning; where two are equal, settings that differ; then the folder."""
     for group, name in zip(groups, split_prefix([group.first["name"] for group in groups])[1], strict=True):
         group.label = name
     for twins in same_label(groups):

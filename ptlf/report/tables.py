@@ -119,8 +119,7 @@ def as_list(console: Console, comparison: Comparison, title: str, names: Sequenc
 
 
 def cell(measure: Measure, group: Group, base: Group | None, *, brief: bool = False) -> str:
-    """A score with its 95 % t interval over seeds, and the one from the number of test images; a cost and its ratio.
-    brief: only one of the two."""
+    """A score with its intervals over seeds and from the test images; a cost and its ratio. brief: one of the two."""
     if measure.path[0] == "cost":
         mean, times = measure.words(group.mean(measure.path)), measure.times(group, base)
         return times or mean if brief else f"{mean}  {times}".rstrip()

@@ -321,8 +321,7 @@ def check_grows(config: Config) -> None:
 
 
 def make_checked_stream(config: Config, folder: Path | None, given: Stream | None = None) -> Stream:
-    """The stream, with the settings checked against it and each other. Invalid settings are reported together, before
-    anything is made that takes time."""
+    """The stream. Settings are checked against it and each other; invalid ones are reported together, at once."""
     refused, stream = Refusals(), given
     with refused:
         choose_device(config.device)

@@ -23,8 +23,7 @@ from ptlf.stream.task import digest, single_task_stream
 
 
 def may_change(setting: str) -> bool:
-    """Whether a test of a finished run may have another value of this setting, such as "probes.knn_class.k": those of
-    training, and the seed of the encoder before it, are the run's own."""
+    """Whether a test of a finished run may change this setting: those of training, and the seed, are the run's own."""
     return setting.startswith(("probes.", "evaluation.")) or setting in ("device", "data_root", "stream.labelled")
 
 

@@ -96,8 +96,7 @@ class Evaluator:
         return self.step_costs[variant]
 
     def test_task(self, task: int) -> tuple[Rows, Rows, dict[str, dict[str, Any]]]:
-        """After task number `task` (from 0): a row of each probe's accuracy matrix, accuracies on the next task, and
-        the settings of each row that depend on the images seen by now."""
+        """After task number `task` (from 0): rows, accuracies on the next task, settings that depend on banks."""
         if not (prober := self.components.prober):
             return {}, {}, {}
         work = f"testing after task {task + 1} of {len(self.stream.tasks)}"

@@ -55,8 +55,7 @@ def claimed_for_learning(folder: Path) -> Iterator[None]:
 
 
 def take_back(folder: Path, config: Config) -> None:
-    """Remove the last task from the run's folder, and what it left. Stopped in between, the run continues with that
-    task, or without it."""
+    """Remove the last task and what it left. Stopped in between, the run continues with that task or without it."""
     names, saved = arrived_names(folder), Checkpoints(folder, config.checkpoint)
     if len(names) < 2:
         learnt = "has learnt one task" if names else "has no task that arrived"

@@ -90,8 +90,7 @@ class LoadedEncoder:
         return self.card.get("fit", "crop")
 
     def preprocess(self, images: Any) -> Tensor:
-        """The module's input (N, 3, view_size, view_size), float32 on its device, of one image or of several, in any
-        form that `embed` takes."""
+        """The module's input (N, 3, view_size, view_size) of an image or several, in any form that `embed` takes."""
         return torch.cat([self.prepare(batch.images) for batch in self.batches(images, 256)])
 
     def prepare(self, pixels: np.ndarray) -> Tensor:

@@ -125,8 +125,7 @@ def presets_on(stream: str, presets: Mapping[str, Settings]) -> list[Settings]:
 
 
 def name_of(config: Settings) -> str:
-    """STREAM/OBJECTIVE/METHOD of these settings: the recipe's variant where its method still holds, and how it freezes
-    where that word does not say so."""
+    """STREAM/OBJECTIVE/METHOD, or the recipe's variant of it, and how it freezes where that word does not say so."""
     stream, objective, method = (config[section]["name"] for section in ("stream", "objective", "method"))
     word = (config.get("recipe") or "").rpartition("/")[2]
     if VARIANTS.get(word, {}).get("method") != method:
@@ -170,8 +169,7 @@ def resolve_config(
 
 
 def base_settings(name: str, explicit: Settings) -> Settings:
-    """Of the recipe, with the presets of the members that the explicit settings choose in place of its own. What cannot
-    be trained is left for the settings' own checks."""
+    """Of the recipe, with presets of the members chosen in place of its own. The settings' own checks come later."""
     stream = name.partition("/")[0]
     if name.count("/") == 2:
         _, objective, word = name.split("/")
@@ -191,8 +189,7 @@ def base_settings(name: str, explicit: Settings) -> Settings:
 
 
 def with_stored_encoder(explicit: Settings) -> Settings:
-    """The settings, with the encoder whose weights they take where they name none, and with its normalisation. Code
-    that the weights' file names is not followed."""
+    """The settings, with the encoder and normalisation that their weights' file names. Code in it is not followed."""
     encoder = explicit.get("encoder")
     if not isinstance(encoder, Mapping) or not isinstance(weights := encoder.get("weights"), str):
         return explicit

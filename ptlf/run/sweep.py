@@ -1,5 +1,4 @@
-"""Several runs: every recipe with every seed, in a folder each. They are trained one after the other, or as jobs on
-this machine or on a SLURM cluster, through submitit."""
+"""Every recipe with every seed, in a folder each: trained one after the other, or as jobs of submitit."""
 
 import gc
 import itertools
@@ -85,8 +84,7 @@ def train_all(
 
 
 def train_one_of_many(run: Run, watcher: Watcher, advice: str = AGAIN, *, resume: bool = False) -> dict[str, Any]:
-    """Train where other runs follow. If asked to stop, even in the run's last moments, no other run begins.
-    advice: for whoever stops it."""
+    """Train where other runs follow: none begins after a signal, even in the run's last moments."""
     try:
         results = run.train(watcher, resume=resume)
     except Stopped as stopped:
