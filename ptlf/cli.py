@@ -1,5 +1,4 @@
-"""The command `ptlf`: reads the words and calls the function they name. Bad input ends with one sentence on stderr and
-exit code 2."""
+"""The command `ptlf` calls the function that its words name. Bad input ends with one sentence and exit code 2."""
 
 import io
 import logging
@@ -71,8 +70,7 @@ def exit_code(work: Callable[[], object], command: str, words: Sequence[str], *,
 
 
 def users_mistake(error: Exception, words: Sequence[str]) -> str | None:
-    """What the user can do something about, as a sentence: bad input, a file that the words name, memory. None for all
-    others, which are errors of the program or of a plugin."""
+    """Bad input, a file that the words name, or memory, as a sentence. None for errors of the program or a plugin."""
     if isinstance(error, UserError):
         return str(error)
     if isinstance(error, OSError) and isinstance(error.filename, str):  # a file that the words name, or below one

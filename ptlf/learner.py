@@ -99,8 +99,7 @@ class Learner:
 
     @classmethod
     def new(cls, config: Config, out: Path | str, size: int | None = None, free: Collection[str] = ()) -> Self:
-        """A new run with a complete configuration, whose stream is left aside. free: settings to choose with the first
-        task, as `fitting.free_settings` names them."""
+        """A new run with a complete configuration but for its stream. free: settings that the first task chooses."""
         return cls(out=out, size=size, config=arriving_config(config, Path(out)), free=free)
 
     @classmethod
@@ -118,9 +117,8 @@ class Learner:
             first = "were chosen with its first task and hold for all; for others begin a new run"
             why = f"; epochs and batch {first}" if changed[0] in ("training.epochs", "training.batch") else ""
             raise UserError(f"{folder} has settings of its own, in config.yaml; leave out {changed[0]}{why}")
-        values = read_yaml(file)
         with nullcontext() if trust_code else settings_from(file):
-            stored = from_dict(values)
+            stored = from_dict(read_yaml(file))
         if stored.encoder.name == "given" and encoder is None:
             raise UserError(f"the encoder of {folder} was given as a module; load it with encoder=MODULE in Python")
         return cls(encoder, out=folder, config=from_dict(merge(Config, as_dict(stored), given)))
@@ -179,8 +177,7 @@ class Learner:
         tells, watcher = watcher is None, watcher or Live(name_of(as_dict(self.config)))
         with claimed_for_learning(self.folder):
             unfinished = self.exists and not self._check_continues()
-            incoming: Pack | None = None
-            accepted: Pack | None = None
+            incoming = accepted = None
             try:
                 if source is not None:
                     incoming = self._pack(source, name, fit, packing)
@@ -296,9 +293,7 @@ class Learner:
         if refused := [name for name in flatten(given) if not may_change(name)]:
             raise UserError(f"evaluate changes the probes only; leave out {refused[0]}")
         config = from_dict(merge(Config, as_dict(self.config), given))
-        if labelled is None and "stream" in given:
-            labelled = config.stream.labelled
-        images = None if labelled is None else str(labelled)
+        images = str(labelled) if labelled is not None else config.stream.labelled if "stream" in given else None
         return evaluate_run(self.folder, config, probes, self._start(), images, on_error)[0]
 
     def embed(self, images: Any, batch: int = 256) -> np.ndarray:

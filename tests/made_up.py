@@ -132,11 +132,16 @@ def write(folder: Path, made: dict, gallery: dict | None = None) -> Path:
     return folder
 
 
+def printed(show: Callable[..., None], *arguments: Any, width: int = 160) -> str:
+    """What `show` prints on a console."""
+    console = Console(width=width, file=io.StringIO())
+    show(console, *arguments)
+    return console.file.getvalue()
+
+
 def table_rows(show: Callable[..., None], *arguments: Any) -> dict[str, list[str]]:
     """The cells of a printed table by the first one."""
-    console = Console(width=160, file=io.StringIO())
-    show(console, *arguments)
-    lines = [line.split("│")[1:-1] for line in console.file.getvalue().splitlines() if "│" in line]
+    lines = [line.split("│")[1:-1] for line in printed(show, *arguments).splitlines() if "│" in line]
     return {name.strip(): [cell.strip() for cell in cells] for name, *cells in lines}
 
 

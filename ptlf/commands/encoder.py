@@ -6,14 +6,14 @@ from typing import Any
 
 from ptlf.core.errors import UserError
 from ptlf.evaluation import PROBES
-from ptlf.report.intervals import RANDOM, images_of_mean, start_of, worsened
+from ptlf.report.intervals import images_of_mean, start_of, worsened
 from ptlf.report.live import console, tell
 from ptlf.report.tables import show_matrix
 from ptlf.run.evaluate import evaluate_run, may_change
 from ptlf.run.export import export_run
 from ptlf.run.inference import embed_images
 from ptlf.run.recipes import resolve_config
-from ptlf.run.results import read_results, refuse_folder_of_runs
+from ptlf.run.results import refuse_folder_of_runs, results_if_any
 from ptlf.stream.packing import OnError
 
 
@@ -30,7 +30,7 @@ def evaluate(
     config = resolve_config("", folder / "config.yaml", overrides, trust_code=trust_code)
     labelled = config.stream.labelled if any(word.startswith("--stream.labelled") for word in overrides) else None
     probes, eval_splits, verdict = evaluate_run(folder, config, probe, labelled=labelled, on_error=on_error)
-    start = start_of(read_results(folder)) if (folder / "results.json").exists() else RANDOM
+    start = start_of(results_if_any(folder) or {})
     for name, values in probes.items():
         show_matrix(console, name, values, eval_splits, start)
     for name, values in probes.items():

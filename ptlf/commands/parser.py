@@ -42,8 +42,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def parse_words(parser: Parser, words: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
-    """The options of the command that the words begin with, and words that have no place. Without a command: help, an
-    error, or nothing."""
+    """Options of the command that the words begin with, and words that have no place. Without one: help or an error."""
     verb = next((name for name in (" ".join(words[:2]), *words[:1]) if name in parser.verbs), None)
     if verb is None:
         return vars(parser.parse_args(words)), []
@@ -51,8 +50,7 @@ def parse_words(parser: Parser, words: Sequence[str]) -> tuple[dict[str, Any], l
 
 
 def parse_options(parser: Parser, words: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
-    """Of one command, in any order: its options by name, and words that have no place. What looks like an option and
-    is none of the parser's is a setting."""
+    """The same of one command's words, in any order. An option that is none of the parser's is a setting."""
     if "" in words:
         parser.error("an argument is empty, as of a shell variable that is not set")
     settings: list[str] = []

@@ -28,9 +28,8 @@ UNLABELLED_POOL = 300  # of a stream without labels, where looking at images is 
 class Gallery:
     """Call `look` with the untrained and with the trained encoder; `as_dict` is the content of gallery.json.
 
-    The images are test images of the tasks' evaluation splits, or the tasks' training images where a task has no test
-    images. They are chosen by the seed alone, so runs with the same seed show the same images. They are read when
-    they are first needed.
+    The images are test images, or training images where a task has none. They follow from the seed alone, and are read
+    when they are first needed.
     """
 
     pixels: np.ndarray  # (N, H, W, 3) uint8

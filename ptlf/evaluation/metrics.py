@@ -80,10 +80,8 @@ def spread(features: Tensor) -> float:
 
 
 def effective_rank(features: Tensor) -> float:
-    """exp of the entropy of the singular values of features (N, D), divided by their sum: between 1 and min(N, D).
-
-    How many directions the features use, as RankMe (Garrido et al., 2023) measures it.
-    """
+    """How many directions features (N, D) use, between 1 and min(N, D): RankMe (Garrido et al., 2023), the exp of the
+    entropy of the singular values' shares."""
     values = torch.linalg.svdvals(features.double())
     shares = values / values.sum().clamp_min(1e-300)
     return float(torch.special.entr(shares).sum().exp())

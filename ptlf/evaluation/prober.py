@@ -63,16 +63,15 @@ class EvaluationConfig:
 class Prober:
     """Tests an encoder on a stream's eval_splits. `prepare` turns stored images into the encoder's input.
 
-    An encoder whose vector has a part for each task says where: `encoder.feature_slice(task)`. A split against its
-    own task's images is tested with its own part, one of no task or against all classes with the whole vector.
+    An encoder whose vector has a part for each task says where: `encoder.feature_slice(task)`. Only splits against
+    their own task's images are tested with that part.
     """
 
     def __init__(
         self, stream: Stream, config: EvaluationConfig, probes: Mapping[str, ProbeConfig], prepare: Prepare,
         device: torch.device, sources: Sources | None = None,
     ) -> None:  # fmt: skip
-        """`probes` are the settings of each by name; those that are enabled are used. `sources` may already hold the
-        stream's training images, which mostly are those of the splits' banks too."""
+        """probes: settings by name; those enabled are used. sources: may hold the images of the banks already."""
         self.stream, self.config, self.prepare, self.device = stream, config, prepare, device
         if not stream.eval_splits:
             raise UserError(f"stream {stream.name} has no labelled test images to evaluate on")
@@ -96,8 +95,8 @@ class Prober:
         return found
 
     def rows(self, encoder: nn.Module, task: int, phase: Phase = silent) -> dict[str, Row]:
-        """A row of each accuracy matrix after task number `task` (from 0), with None for splits that are not tested.
-        Splits that are not tested are in the bank of all classes seen nevertheless."""
+        """A row of each accuracy matrix after task number `task` (from 0). Splits that are not tested have None, and
+        are in the bank of all classes seen nevertheless."""
         splits, tasks = self.stream.eval_splits, self.tasks_seen(task)
         tested = self.config.tested(splits, task)
         rows: dict[str, Row] = {name: [None] * len(splits) for _, name, _ in self.rows_of}

@@ -1,9 +1,8 @@
 """A Lightning callback that freezes units during training, also after a resume."""
 
 from collections.abc import Mapping
-from contextlib import ExitStack
 from typing import Any
-from unittest.mock import patch
+from unittest.mock import Mock, patch
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
@@ -32,10 +31,8 @@ class FreezingCallback(Callback):
         total = trainer.max_epochs if self.plan.by == "epoch" else trainer.estimated_stepping_batches
 
         def loss_fn(batch: Any) -> Tensor:
-            with ExitStack() as stack:
-                for name in ("log", "log_dict"):
-                    stack.enter_context(patch.object(pl_module, name, lambda *args, **kwargs: None))
-                stack.enter_context(trainer.strategy.precision_plugin.forward_context())
+            nothing_logged = patch.multiple(pl_module, log=Mock(), log_dict=Mock())
+            with nothing_logged, trainer.strategy.precision_plugin.forward_context():
                 result = pl_module.training_step(trainer.strategy.batch_to_device(batch), 0)
             return result["loss"] if isinstance(result, Mapping) else result
 

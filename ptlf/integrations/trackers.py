@@ -23,16 +23,15 @@ WANDB_URL = "https://api.wandb.ai"
 
 
 class Tracker:
-    """The step of a line is its number in metrics.jsonl, from 1: epochs over all tasks. `begin`, `epoch` and `end` are
-    called in this order, by the thread that trains: what takes long belongs into a thread or process of your own."""
+    """The step of a line is its number in metrics.jsonl, from 1. `begin`, `epoch` and `end` are called in this order by
+    the thread that trains: what takes long belongs into a thread or process of your own."""
 
     def __init__(self) -> None:
         """Import what is needed; nothing is written yet. Raises a UserError if the package is missing."""
 
     def begin(self, folder: Path, settings: Mapping[str, Any], lines: Sequence[Line]) -> None:
-        """Open the tracker's own record of the run in `folder`, or continue it.
+        """Open the tracker's own record of the run in `folder`, or continue it. settings: of the run, nested.
 
-        settings: of the run, nested.
         lines: of the epochs before. Those that are not in the record yet are to be added. Later ones that are in it
             were trained by a process that was killed, and come again.
         """
@@ -118,9 +117,7 @@ class Trackers:
     """Several of them. One that fails is left out from then on, with a warning."""
 
     def __init__(self, names: Iterable[str] = ()) -> None:
-        self.members: dict[str, Tracker] = {}
-        for name in names:
-            self.members[name] = TRACKERS.find(name)()
+        self.members = {name: TRACKERS.find(name)() for name in names}
 
     def begin(self, folder: Path, settings: Mapping[str, Any], lines: Sequence[Line]) -> None:
         self._each("to begin", "begin", folder.resolve(), settings, lines)  # its own process may be in another folder

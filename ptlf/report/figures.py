@@ -12,10 +12,9 @@ from matplotlib.figure import Figure as Canvas
 from matplotlib.ticker import MaxNLocator
 
 from ptlf.core.errors import clipped
-from ptlf.report.checks import tile_pixels
 from ptlf.report.drawing import HALF, STEPS, THIRD, Colours, end_of, frame, look, run_keys
 from ptlf.report.measures import Measure
-from ptlf.report.runs import Comparison, Group, known_probes, means
+from ptlf.report.runs import Comparison, Group, known_probes, means, tile_pixels
 from ptlf.run.results import Json
 
 Series = dict[int, tuple[float, float]]  # by task or epoch: mean over seeds, standard deviation
@@ -67,10 +66,6 @@ def known_by_task(group: Group, probe: str) -> Series:
     return means([pair for one in found if one for pair in enumerate([one["before"], *one["after"]])])
 
 
-def features_by_task(group: Group, key: str) -> Series:
-    return means([(entry["task"], entry[key]) for run in group.runs for entry in run.results.get("features") or []])
-
-
 def over_tasks(lines: Sequence[tuple[Group, Series]], highest: float | None, colours: Colours) -> Canvas:
     """A line per run, with a band of one standard deviation where there are seeds. highest: of the values, if any."""
     canvas, axes = frame(colours, 150.0, keys=run_keys([group for group, _ in lines], colours))
@@ -120,8 +115,7 @@ def with_epochs(comparison: Comparison) -> list[Group]:
 
 
 def mean_line(group: Group, value: Value, epochs: int) -> dict[int, float]:
-    """By epoch of the stream, the mean over seeds of finite values. `epochs` of a task are drawn, which may be more
-    than the group has."""
+    """By epoch of the stream, the mean over seeds of finite values. A task is drawn with `epochs`, or fewer."""
     found = [((line["task"] - 1) * epochs + line["epoch"], value(line)) for run in group.runs for line in run.epochs]
     return {place: mean for place, (mean, _) in means([p for p in found if not isinstance(p[1], str)]).items()}
 

@@ -100,8 +100,7 @@ def start_of(results: Json) -> str:
 
 
 def worsened(probe: str, values: Json, start: str, images: float | None) -> str:
-    """What to say if the encoder was better before training by these figures of a probe, on as many test images; else,
-    and where their 95 % intervals overlap, nothing."""
+    """What to say if the encoder was better before training, and the 95 % intervals do not overlap; else nothing."""
     before, after = values.get("untrained_accuracy"), values.get("accuracy")
     if before is None or after is None or after >= before:
         return ""
@@ -111,7 +110,6 @@ def worsened(probe: str, values: Json, start: str, images: float | None) -> str:
 
 
 def neighbours_used(values: Json) -> str:
-    """The k of a probe that has one, as "k = 20": those that were used, or the one of the settings where older records
-    do not say."""
+    """The k that a probe used, as "k = 20"; that of the settings where older records do not say."""
     used = [row["k"] for row in values.get("used_by_task") or [] if "k" in row] or [values["settings"].get("k")]
     return "" if used == [None] else f"k = {used[0]}" if len({*used}) == 1 else f"k = {min(used)} to {max(used)}"

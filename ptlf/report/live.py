@@ -32,9 +32,8 @@ def tell(line: str) -> None:
 
 
 class Live(Watcher):
-    """One bar: of the phase that the run is in, or of all steps of the stream, with loss, views per second, units
-    frozen and time left. Without a terminal, lines: every phase that is new, the first and the last epoch of a task,
-    and in long phases and of other epochs one every ten seconds."""
+    """One bar: of the phase that the run is in, or of all steps of the stream. Without a terminal, lines: every phase
+    that is new, the first and the last epoch of a task, and otherwise one every ten seconds."""
 
     def __init__(self, name: str, clock: Callable[[], float] = time.perf_counter) -> None:
         self.name, self.clock = name, clock

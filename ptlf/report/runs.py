@@ -1,5 +1,7 @@
 """Runs read from their folders and checked; seeds of one configuration grouped; what cannot be compared refused."""
 
+import base64
+import io
 import statistics
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
@@ -8,9 +10,11 @@ from functools import cached_property, reduce
 from pathlib import Path
 from typing import Any, TypeVar
 
+import numpy as np
+from PIL import Image
+
 from ptlf.core.errors import UserError, unknown
-from ptlf.core.reading import damaged, flatten, read_json
-from ptlf.report.checks import check_gallery
+from ptlf.core.reading import NUMBER, check_shape, damaged, flatten, read_json
 from ptlf.report.intervals import images_behind, start_of, wilson, worsened
 from ptlf.run.compat import describe_difference, identity_key, identity_settings, other_images, stream_settings
 from ptlf.run.results import Json, compiling_seconds, epoch_lines, read_evaluations, read_results
@@ -24,6 +28,12 @@ LATER_PEAK = ("cost", "later_peak_memory_bytes")
 STEADY_LEARNING = ("cost", "steady_learning_seconds")
 FEATURES = {"effective_rank": "effective rank", "spread": "spread"}  # what is measured of them without labels
 FALLEN = 0.5  # times the best value: below that it is told
+# Of gallery.json.
+PLACE = (0, 10**6)
+LOOK = {"neighbours": [[PLACE]], "points": [[NUMBER]]}
+SPRITE = {"image": str, "size": (1, 100_000), "columns": (1, 100_000)}
+GALLERY: Json = {"sprite": SPRITE, "groups": [str], "labels": [str], "looks": {"*": LOOK}}
+GALLERY |= {"queries": [PLACE], "point_groups": [PLACE], "tiles": [[PLACE]]}
 
 
 @dataclass
@@ -130,13 +140,13 @@ class Group:
         words = ["{:.1f} to {:.1f}".format(*bounds)] if bounds else []
         return words + ([f"{self.start} {before:.2f}"] if before is not None else [])
 
+    def features(self, key: str, when: str = "features") -> dict[int, tuple[float, float]]:
+        """`effective_rank` or `spread` after each task, or before training: mean over seeds, standard deviation."""
+        return means([(entry["task"], entry[key]) for run in self.runs for entry in run.results.get(when) or []])
+
     def feature(self, key: str) -> dict[int, tuple[float | None, float]]:
-        """`effective_rank` or `spread` by task: of the encoder before training, where that is known, and after the
-        task, on the same images. Means over seeds."""
-        before, after = (
-            means([(entry["task"], entry[key]) for run in self.runs for entry in run.results.get(name) or []])
-            for name in ("untrained_features", "features")
-        )
+        """By task: of the encoder before training, where that is known, and after the task, on the same images."""
+        before, after = self.features(key, "untrained_features"), self.features(key)
         return {task: (before[task][0] if task in before else None, mean) for task, (mean, _) in after.items()}
 
     def warnings(self) -> Iterator[str]:
@@ -268,6 +278,39 @@ def read_run(folder: Path) -> RunRecord:
     return run
 
 
+def check_gallery(gallery: Any) -> Json:
+    """Raises a ValueError."""
+    check_shape(gallery, GALLERY)
+    tiles, queries, points, looks = (gallery[key] for key in ("tiles", "queries", "point_groups", "looks"))
+    tile_pixels(gallery["sprite"], len(tiles))
+    tile, group, label = ((0, len(gallery[name]) - 1) for name in ("tiles", "groups", "labels"))
+    check_shape(gallery, {"queries": [tile], "point_groups": [group], "looks": {"*": {"neighbours": [[tile]]}}})
+    for row in tiles:
+        check_shape(dict(zip(("group", "label"), row, strict=True)), {"group": group, "label": label}, "tiles")
+    fits = bool(queries) and ("after" not in looks or "before" in looks)
+    for look in looks.values():
+        fits &= len(look["neighbours"]) == len(queries) and all(look["neighbours"])
+        fits &= len(look["points"]) in (0, len(points)) and all(len(point) == 2 for point in look["points"])
+    if not fits:
+        raise ValueError("its queries, neighbours and points do not fit together")
+    return gallery
+
+
+def tile_pixels(sheet: Json, count: int, most: int | None = None) -> np.ndarray:
+    """The first `count` tiles (N, S, S, 3) of a sheet of images, with at most `most` pixels to a side."""
+    columns, size = sheet["columns"], min(sheet["size"], most or sheet["size"])
+    try:
+        data = base64.b64decode(sheet["image"].partition(",")[2])
+        with Image.open(io.BytesIO(data), formats=("PNG", "JPEG")) as image:
+            rows = image.height // sheet["size"]
+            if columns * sheet["size"] != image.width or columns * rows < count:
+                raise ValueError(f"sprite of {image.width} x {image.height} pixels has no room for {count} tiles")
+            pixels = np.asarray(image.convert("RGB").resize((columns * size, rows * size)))
+    except (OSError, SyntaxError, Image.DecompressionBombError) as error:
+        raise ValueError(f"sprite.image cannot be read: {error}") from None
+    return pixels.reshape(rows, size, columns, size, 3).swapaxes(1, 2).reshape(-1, size, size, 3)[:count]
+
+
 def check_records_comparable(run: RunRecord, first: RunRecord) -> None:
     """Figures may stand side by side only if they answer the same question: the same tests on the same images."""
     both, asked = f"{run.folder} and {first.folder} cannot be compared", []
@@ -295,8 +338,7 @@ def group_seeds(runs: Iterable[RunRecord]) -> list[Group]:
 
 
 def name_groups(groups: list[Group]) -> None:
-    """Recipe names without what they all begin with; where two are equal, the settings that differ and count; then the
-    folder."""
+    """Recipe names without their common beginning; where two are equal, settings that differ; then the folder."""
     for group, name in zip(groups, split_prefix([group.first["name"] for group in groups])[1], strict=True):
         group.label = name
     for twins in same_label(groups):

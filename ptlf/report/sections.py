@@ -127,7 +127,7 @@ def learning_section(comparison: Comparison) -> Section:
     pictures = [Picture(f"loss-{n}", partial(figures.over_epochs, comparison, n, loss, False)) for n, loss in losses]
     section.add("Losses", f"The mean of each loss over every epoch, with its own scale. {MARKED}", pictures)
     for key, how in OF_FEATURES.items():
-        found = [(group, figures.features_by_task(group, key)) for group in comparison.groups]
+        found = [(group, group.features(key)) for group in comparison.groups]
         section.add_over_tasks(f"{FEATURES[key].capitalize()} of the features", how, key, found, None)
     return section
 

@@ -40,9 +40,9 @@ def show_matrix(
     known: Json | None = None,
     days: Sequence[str] = (),
 ) -> None:
-    """One probe's accuracy matrix: a row per task trained, a column per split, the encoder before training on top; at
-    the bottom the interval of the last row, from the number of `test_images`. known: what it knew before, for a last
-    column. days: names of tasks that arrived one by one."""
+    """One probe's accuracy matrix, the encoder before training on top, the last row's interval at the bottom.
+
+    known: what it knew before, for a last column. days: names of tasks that arrived one by one."""
     about = ("accuracy in %", neighbours_used(values), f"bank: {values['settings'].get('bank')}")
     console.print(f"\n{probe}: {', '.join(filter(None, about))}")
     headings = [clipped(split, 14) for split in eval_splits] + ["what it\nknew before"] * bool(known)
@@ -68,8 +68,7 @@ def show_matrix(
 def show_runs(
     console: Console, runs: Mapping[str, Sequence[Json]], baseline: str | None = None, title: str = "Summary"
 ) -> None:
-    """Each run by name, as the results of its seeds. Means over seeds, and the 95 % t interval of the probes'; costs
-    also relative to the baseline's."""
+    """Each run by name, as the results of its seeds; costs also relative to the baseline's."""
     groups = [Group([RunRecord(Path(), results) for results in seeds], name) for name, seeds in runs.items()]
     base = next((group for group in groups if group.label == baseline), None)
     comparison, (common, names) = Comparison(groups, {}, base), split_prefix([*runs])
@@ -120,8 +119,7 @@ def as_list(console: Console, comparison: Comparison, title: str, names: Sequenc
 
 
 def cell(measure: Measure, group: Group, base: Group | None, *, brief: bool = False) -> str:
-    """A score with its 95 % t interval over seeds, and the one from the number of test images; a cost and its ratio.
-    brief: only one of the two."""
+    """A score with its intervals over seeds and from the test images; a cost and its ratio. brief: one of the two."""
     if measure.path[0] == "cost":
         mean, times = measure.words(group.mean(measure.path)), measure.times(group, base)
         return times or mean if brief else f"{mean}  {times}".rstrip()

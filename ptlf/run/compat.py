@@ -48,12 +48,17 @@ def identity_key(config: Mapping[str, Any]) -> str:
     return json.dumps(identity_settings(config), sort_keys=True)
 
 
+def differences(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[tuple[str, Any, Any]]:
+    """Keys whose values differ, with both: None where there is none."""
+    both = [(key, one.get(key), other.get(key)) for key in {**one, **other}]
+    return [(key, mine, theirs) for key, mine, theirs in both if mine != theirs]
+
+
 def describe_changes(before: Mapping[str, Any], now: Mapping[str, Any], may: Collection[str] = MAY_CHANGE) -> str:
     """The first settings, by dotted key, that differ and are not among those that may; empty if there is none."""
-    old, new = flatten(before), flatten(now)
-    keys = [key for key in {**old, **new} if old.get(key) != new.get(key) and not is_among(key, may)]
-    words = ", ".join(f"{key} was {short_repr(old.get(key))} and is {short_repr(new.get(key))}" for key in keys[:3])
-    return words + (f", and {len(keys) - 3} more" if len(keys) > 3 else "")
+    changed = [each for each in differences(flatten(before), flatten(now)) if not is_among(each[0], may)]
+    words = ", ".join(f"{key} was {short_repr(old)} and is {short_repr(new)}" for key, old, new in changed[:3])
+    return words + (f", and {len(changed) - 3} more" if len(changed) > 3 else "")
 
 
 def stream_settings(config: Json) -> Json:
@@ -90,5 +95,4 @@ def arrived_tasks(results: Json) -> list[tuple[str, str]]:
 
 
 def describe_difference(mine: Json, theirs: Json) -> str:
-    keys = [key for key in {**mine, **theirs} if mine.get(key) != theirs.get(key)]
-    return ", ".join(f"{key}: {mine.get(key)} and {theirs.get(key)}" for key in keys[:3])
+    return ", ".join(f"{key}: {one} and {other}" for key, one, other in differences(mine, theirs)[:3])

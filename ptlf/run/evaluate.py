@@ -13,20 +13,17 @@ from ptlf import evaluation
 from ptlf.core.errors import UserError, warn
 from ptlf.evaluation import PROBES, Prober
 from ptlf.evaluation.probes import OWN
-from ptlf.run.build import make_stream
+from ptlf.run.build import labelled_images, make_stream
 from ptlf.run.config import Config
 from ptlf.run.inference import load_encoder
-from ptlf.run.results import add_evaluation, read_results
+from ptlf.run.results import add_evaluation, results_if_any
 from ptlf.run.verdict import Verdict, both_splits, judge, name_start, start_encoder
-from ptlf.stream.images import find_images
-from ptlf.stream.pack import data_root
-from ptlf.stream.packing import OnError, labelled_dataset
+from ptlf.stream.packing import OnError
 from ptlf.stream.task import digest, single_task_stream
 
 
 def may_change(setting: str) -> bool:
-    """Whether a test of a finished run may have another value of this setting, such as "probes.knn_class.k": those of
-    training, and the seed of the encoder before it, are the run's own."""
+    """Whether a test of a finished run may change this setting: those of training, and the seed, are the run's own."""
     return setting.startswith(("probes.", "evaluation.")) or setting in ("device", "data_root", "stream.labelled")
 
 
@@ -41,25 +38,21 @@ def evaluate_run(
     """The probes on a finished run's encoder, with the settings in `config`. Returns rows as in results.json, by name,
     names of what they were tested on, and for `labelled` the encoder beside the one before training.
 
-    chosen: only these probes; without it, those the settings enable.
-    module: as it was before training, where the run was made with one.
+    chosen: only these probes; default: those enabled. module: as before training, if the run was made with one.
     labelled: a packed set or a folder per class to test on in place of the run's own images, which are not needed then.
         They are of no task: rows that test within one are left out beside others, unless `chosen` names them. The
         results are kept in the run's folder.
-    on_error: for broken images among these, refuse or skip.
     """
     encoder = load_encoder(folder, copy.deepcopy(module), config.device, trust_code=True)  # decided for `config`
-    learnt, task = None, 0  # tasks that the encoder has learnt, which is of before one that has not ended
-    if (folder / "results.json").exists():
-        results = read_results(folder)
-        learnt = len(results["tasks"]) - (results["status"] != "finished")
+    results, task = results_if_any(folder), 0
+    # Tasks that the encoder has learnt, which is of before one that has not ended.
+    learnt = len(results["tasks"]) - (results["status"] != "finished") if results else None
     if labelled is None:
         stream = make_stream(config, folder)
         names, task = [split.name for split in stream.eval_splits], len(stream.tasks)
     else:
-        path, share = find_images(labelled, data_root(config.data_root)), config.evaluation.reference_test
-        data = labelled_dataset(path, encoder.card["image_size"], share, encoder.fit, on_error)
-        stream, names = single_task_stream(data, "labelled", learnt or 1), [path.name]
+        data = labelled_images(config, labelled, encoder.card["image_size"], encoder.fit, on_error)
+        stream, names = single_task_stream(data, "labelled", learnt or 1), [data.name]
     probes = dict(config.probes)
     if chosen is not None:
         probes = {name: replace(probes.get(name) or PROBES.find(name).Config(), enabled=True) for name in chosen}
@@ -76,10 +69,11 @@ def evaluate_run(
             accuracy = evaluation.accuracy([untrained[name]])
             rows[name] |= {"untrained": untrained[name], "untrained_accuracy": accuracy}
         rows[name] |= evaluation.summary([row])
-    if labelled is not None:
-        among = {name: row for name, row in rows.items() if row["settings"]["bank"] != OWN or name in (chosen or ())}
-        rows = among or rows
-    if labelled is not None and learnt is not None:
+    if labelled is None:
+        return rows, names, None
+    among = {name: row for name, row in rows.items() if row["settings"]["bank"] != OWN or name in (chosen or ())}
+    rows = among or rows
+    if learnt is not None:
         split = stream.eval_splits[0]
         sums = digest(split.bank_images, split.bank), digest(split.test_images, split.test)
         date = datetime.now(UTC).isoformat(timespec="seconds")
@@ -88,7 +82,5 @@ def evaluate_run(
             add_evaluation(folder, test)  # for the run's page
         except UserError as error:
             warn(f"the test is not kept for the report: {error}")
-    verdict = None
-    if labelled is not None and start is not None:
-        verdict = judge(names[0], both_splits(data), encoder, start, name_start(config))
+    verdict = judge(names[0], both_splits(data), encoder, start, name_start(config)) if start else None
     return rows, names, verdict

@@ -1,6 +1,6 @@
 """What a run looks at between its steps: correlation, cost, accuracy, features."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -11,12 +11,13 @@ from torch import Tensor
 
 from ptlf.core import processes
 from ptlf.core.errors import UserError
-from ptlf.core.phases import Advance, Phase, silent
+from ptlf.core.phases import Advance, Phase
+from ptlf.evaluation import Prober
 from ptlf.evaluation.metrics import effective_rank, spaced, spread
 from ptlf.evaluation.prober import eval_mode
 from ptlf.freezing.correlation import TaskCorrelation
 from ptlf.freezing.subspace import NotFinite
-from ptlf.run.components import Components
+from ptlf.run.build import Components
 from ptlf.run.record import Row
 from ptlf.stream import Images
 from ptlf.training.checkpoint import Position
@@ -28,17 +29,13 @@ Rows = dict[str, Row]  # accuracies by probe
 
 
 class Evaluator:
-    """None of its methods changes what is trained. Each is charged to its own purpose on the clock.
+    """Changes nothing that is trained, and charges its time to a purpose of its own.
 
     phase: entered for each piece of work. stop_if_requested: called after each part of one; may raise to leave it.
     """
 
     def __init__(
-        self,
-        components: Components,
-        clock: Stopwatch,
-        phase: Phase = silent,
-        stop_if_requested: Callable[[], None] = lambda: None,
+        self, components: Components, clock: Stopwatch, phase: Phase, stop_if_requested: Callable[[], None]
     ) -> None:
         self.components, self.clock = components, clock
         self.phase, self.stop_if_requested = phase, stop_if_requested
@@ -48,8 +45,8 @@ class Evaluator:
     def correlate(
         self, at: Position, indices: np.ndarray
     ) -> tuple[Callable[[Sequence[str]], dict[str, float]], TaskCorrelation]:
-        """A function that computes the ratios of units not yet frozen, by name, the same on all processes; and what it
-        has computed. The past is the memory, the gradient the new task's."""
+        """A function that computes the ratios of units, the same on all processes, and what it has computed. The past
+        is the memory, the gradient the new task's."""
         parts = self.components
         memory, freezer, settings = parts.method.memory, parts.freezing.freezer, parts.config.freezing
         assert memory is not None
@@ -85,8 +82,8 @@ class Evaluator:
                 raise UserError(f"{error}, in the {place}; {hint}") from error
 
     def sample_gradients(self, at: Position, indices: np.ndarray, weights: Sequence[Tensor]) -> Sequence[Tensor | None]:
-        """On a batch of the new task. The run may be left before it in a task's first epoch: after a later one what was
-        learnt may not be saved, and cannot be any more, since the batches before have been drawn."""
+        """On a batch of the new task. The run may be left here in a task's first epoch only: what was learnt in others
+        may not be saved, and cannot be, since the batches before have been drawn."""
         if at.epoch == 0:
             self.stop_if_requested()
         return self.components.trainer.sample_gradients(indices, self.components.random["correlation"], weights)
@@ -99,36 +96,35 @@ class Evaluator:
         return self.step_costs[variant]
 
     def test_task(self, task: int) -> tuple[Rows, Rows, dict[str, dict[str, Any]]]:
-        """The encoder after task number `task` (from 0): a row of each probe's accuracy matrix, accuracies on tasks yet
-        to come, and the settings of each row that depend on the images seen by now."""
+        """After task number `task` (from 0): rows, accuracies on the next task, settings that depend on banks."""
         if not (prober := self.components.prober):
             return {}, {}, {}
-        with self.testing(f"testing after task {task + 1} of {len(self.stream.tasks)}") as phase:
-            rows = prober.rows(self.encoder, task, phase)
-            return rows, prober.ahead(self.encoder, [task + 1], phase), prober.used(task)
+        work = f"testing after task {task + 1} of {len(self.stream.tasks)}"
+        return *self.test(prober, work, task, [task + 1]), prober.used(task)
 
     def test_next(self, task: int) -> Rows:
-        """The encoder as it is on task number `task`, before that is learnt."""
-        if not (prober := self.components.prober):
-            return {}
-        with self.testing(f"testing on task {task + 1} before it is learnt") as phase:
-            return prober.ahead(self.encoder, [task], phase)
+        """Accuracies on task number `task`, before that is learnt."""
+        return self.test(self.components.prober, f"testing on task {task + 1} before it is learnt", None, [task])[1]
 
     def test_untrained(self, known: int = 0) -> tuple[Rows, Rows]:
-        """Rows of the untrained encoder on all splits, and its accuracies on tasks yet to come. known: tasks that it
-        was tested on before."""
-        if not (prober := self.components.prober):
-            return {}, {}
-        with self.testing("testing the encoder before training") as phase:
-            untrained = prober.rows(self.encoder, len(self.stream.tasks), phase)
-            return untrained, prober.ahead(self.encoder, range(max(known, 1), len(self.stream.tasks)), phase)
+        """Rows of the untrained encoder on all splits, and its accuracies on tasks but the first `known`."""
+        count = len(self.stream.tasks)
+        ahead = range(max(known, 1), count)
+        return self.test(self.components.prober, "testing the encoder before training", count, ahead)
 
     def test_reference(self) -> Rows:
         """What the encoder knew before, against a bank of its own."""
-        if not self.components.reference:
-            return {}
-        with self.testing("testing what the encoder knew before") as phase:
-            return self.components.reference.rows(self.encoder, 0, phase)
+        return self.test(self.components.reference, "testing what the encoder knew before", 0)[0]
+
+    def test(
+        self, prober: Prober | None, work: str, task: int | None, ahead: Collection[int] = ()
+    ) -> tuple[Rows, Rows]:
+        """Rows after task number `task`, and accuracies on the tasks `ahead`."""
+        if prober is None:
+            return {}, {}
+        with self.testing(work) as phase:
+            rows = {} if task is None else prober.rows(self.encoder, task, phase)
+            return rows, prober.ahead(self.encoder, ahead, phase)
 
     def recheck_reference(self, record: Mapping[str, Sequence[float]]) -> list[tuple[str, float, float, int]]:
         """Probes by which the encoder is worse than before the first task by more than chance (95 %), with accuracies
@@ -142,8 +138,7 @@ class Evaluator:
         return [it for it in each if it[1] - it[2] > 1.96 * (2 * it[1] * (100 - it[1]) / images) ** 0.5]
 
     def measure_features(self, task: int) -> list[dict[str, Any]]:
-        """Spread and effective rank of the features of a sample of this task's images; labels are not needed. Empty
-        where nothing is to be tested."""
+        """Spread and effective rank of the features of a sample of this task's images, where there are tests."""
         if not self.components.config.evaluation.enabled:
             return []
         features = self.features(self.stream.tasks[task].images, self.stream.tasks[task].train, SAMPLE)
@@ -151,7 +146,6 @@ class Evaluator:
         return [{"task": task + 1, "images": len(features), **measured}]
 
     def features(self, images: Images, indices: np.ndarray, most: int) -> Tensor:
-        """Of a sample of these images."""
         with self.clock("evaluation"), eval_mode(self.encoder):
             source, chosen = self.components.trainer.sources(images), torch.from_numpy(spaced(indices, most))
             batches = [self.components.prepare(source.gather(part)) for part in chosen.split(128)]

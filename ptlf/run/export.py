@@ -9,6 +9,7 @@ import logging
 import warnings
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -26,10 +27,8 @@ TOLERANCE = 1e-4  # of the greatest feature
 def export_run(
     folder: Path, to: Path, licence: str | None = None, overwrite: bool = False, trust_code: bool = False
 ) -> tuple[float, float]:
-    """Write the encoder to FILE.onnx or FILE.pt2. Returns the greatest difference to PyTorch, and the greatest feature.
-
-    The preprocessing is in the file's metadata, with the licence of the encoder where one is given.
-    """
+    """Write the encoder to FILE.onnx or FILE.pt2, its preprocessing and licence in the file's metadata. Returns the
+    greatest difference to PyTorch, and the greatest feature."""
     if to.suffix not in EXPORTERS:
         hint = f"to share the encoder, copy {folder / 'encoder.safetensors'}, which ptlf.load_encoder reads"
         raise UserError(f"--to {to} must end with .onnx or .pt2; {hint}")
@@ -46,7 +45,7 @@ def export_run(
 
 def compare_with_pytorch(encoder: LoadedEncoder, exported: Model) -> tuple[float, float]:
     size = encoder.card["image_size"]
-    differences, greatest = [], 0.0
+    worst = greatest = 0.0
     for batch in (1, 5):  # the exported model takes any
         images = encoder.prepare(np.random.default_rng(batch).integers(0, 256, (batch, size, size, 3), np.uint8))
         with torch.no_grad():
@@ -55,9 +54,8 @@ def compare_with_pytorch(encoder: LoadedEncoder, exported: Model) -> tuple[float
         if features.shape != expected.shape:
             shapes = f"features of shape {features.shape}, PyTorch {expected.shape}"
             raise UserError(f"the exported model gives {shapes}; nothing is kept")
-        differences.append(np.abs(features - expected).max())
+        worst = float(np.maximum(worst, np.abs(features - expected).max()))  # NaN stays
         greatest = max(greatest, float(np.abs(expected).max()))
-    worst = float(np.max(differences))  # NaN stays
     if not worst <= TOLERANCE * greatest:
         how = f"differs from PyTorch by {worst:.1e} where features reach {greatest:.1e}"
         raise UserError(f"the exported model {how}; nothing is kept")
@@ -69,12 +67,12 @@ class OnImages(nn.Sequential):
         return self[0](images)
 
 
+@torch.no_grad()
 def exported_program(encoder: LoadedEncoder) -> torch.export.ExportedProgram:
     view = encoder.card["view_size"]
     example, batch = torch.zeros(2, 3, view, view), torch.export.Dim("batch", min=1)
     try:
-        with torch.no_grad():
-            return torch.export.export(OnImages(encoder.module).eval(), (example,), dynamic_shapes=({0: batch},))
+        return torch.export.export(OnImages(encoder.module).eval(), (example,), dynamic_shapes=({0: batch},))
     except Exception as error:  # whatever an encoder's forward makes of tracing
         why = " ".join(str(error).split())[:200]
         raise UserError(f"the encoder cannot be traced by torch.export: {why}") from error
@@ -96,11 +94,10 @@ def write_onnx(encoder: LoadedEncoder, path: Path, metadata: str) -> None:
     log = logging.getLogger("torch.onnx")
     level = log.level
     log.setLevel(logging.ERROR)  # it warns of every operation of torchvision's, where that is not installed
+    names: dict[str, Any] = {"input_names": ["images"], "output_names": ["features"]}
     try:
         with warnings.catch_warnings(action="ignore"):  # of torch about itself
-            made = torch.onnx.export(
-                exported_program(encoder), dynamo=True, verbose=False, input_names=["images"], output_names=["features"]
-            )
+            made = torch.onnx.export(exported_program(encoder), dynamo=True, verbose=False, **names)
     finally:
         log.setLevel(level)
     assert made is not None

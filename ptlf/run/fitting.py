@@ -1,7 +1,5 @@
-"""Settings that fit the user's own images and this machine: network, batch, epochs, number of tasks.
-
-They are chosen once, for a new run, where the user gives none; config.yaml then holds them like all others.
-"""
+"""Settings that fit the user's own images and this machine: network, batch, epochs, number of tasks. They are chosen
+once, for a new run, where the user gives none; config.yaml then holds them."""
 
 import os
 from collections.abc import Collection, Mapping, Sequence
@@ -77,10 +75,9 @@ def free_settings(explicit: Settings) -> set[str]:
 
 
 def fit_pack(values: Settings, free: Collection[str]) -> tuple[Settings, str]:
-    """`values`, all settings, with what is free chosen for the packed set that they name, and a sentence on it. A set
-    that cannot be read is left to those who open it for training."""
+    """`values`, all settings, with what is free chosen for the packed set that they name, and a sentence on it."""
     found = class_counts(values) if free else None
-    if found is None:
+    if found is None:  # a set that cannot be read is left to those who open it for training
         return values, ""
     pack, counts = found
     chosen: dict[str, Any] = {}
@@ -93,8 +90,7 @@ def fit_pack(values: Settings, free: Collection[str]) -> tuple[Settings, str]:
 def fit_settings(
     values: Settings, free: Collection[str], sizes: Sequence[int], size: int, divided: Settings | None = None
 ) -> tuple[Settings, str]:
-    """`values`, all settings, with what is free chosen for tasks of `sizes` images of `size` px, and a sentence on it
-    and on `divided`, what was chosen for the stream."""
+    """The same for tasks of `sizes` images of `size` px; the sentence is also on `divided`, chosen for the stream."""
     machine, pixels = this_machine(values["device"]), values["views"]["size"] or size
     chosen: dict[str, Any] = dict(divided or {})
     if "encoder" in free:
@@ -108,11 +104,9 @@ def fit_settings(
         flops = FLOPS_PER_PIXEL.get(chosen.get("encoder.name") or values["encoder"]["name"], UNKNOWN_FLOPS) * pixels**2
         chosen["training.epochs"] = max(machine.epochs(flops, sum(sizes)), 2 * values["training"]["warmup"])
     values = merge(Config, values, *[nested(name, value) for name, value in chosen.items()])
-    words = []
-    for name, value in chosen.items():
-        if isinstance(value, list):
-            value = f"[{len(value)} tasks of {'+'.join(str(len(group)) for group in value)} classes]"
-        words.append(f"--{name} {value}")
+    if groups := chosen.get("stream.groups"):
+        chosen["stream.groups"] = f"[{len(groups)} tasks of {'+'.join(str(len(group)) for group in groups)} classes]"
+    words = [f"--{name} {value}" for name, value in chosen.items()]
     images = f"{sum(sizes)} image{'s' * (sum(sizes) != 1)} of {size} px on {machine}"
     told = f"chosen for {images}: {' '.join(words)}; each can be given with a value of your own"
     return values, told if words else ""
@@ -131,8 +125,7 @@ def division(pack: Pack, classes: int, stream: Settings) -> dict[str, Any]:
 
 
 def class_counts(settings: Settings) -> tuple[Pack, np.ndarray] | None:
-    """The packed set that the settings name, and how many training images of each class or task they take, in its
-    order. None if there is none, or it cannot be read."""
+    """The packed set that the settings name, if it can be read, and the training images of each class or task."""
     stream = settings["stream"]
     if stream["pack"] is None:
         return None
@@ -147,8 +140,7 @@ def class_counts(settings: Settings) -> tuple[Pack, np.ndarray] | None:
 
 
 def expected_sizes(settings: Settings) -> list[int]:
-    """Training images of each task of the packed set that the settings name; empty if they are not known. Where the
-    tasks do not divide the classes, or come in another order, about so."""
+    """Training images of each task of the packed set that the settings name, or about so; empty if not known."""
     found, stream = class_counts(settings), settings["stream"]
     if found is None:
         return []

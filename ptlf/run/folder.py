@@ -17,9 +17,9 @@ from ptlf.core.files import file_digest, locked, write_error, write_whole
 from ptlf.core.reading import damaged
 from ptlf.core.registry import settings_from
 from ptlf.core.settings import as_dict
-from ptlf.run.compat import NO_EFFECT, describe_changes
+from ptlf.run.compat import NO_EFFECT, describe_changes, differences
 from ptlf.run.config import Config, from_dict, read_yaml
-from ptlf.run.results import RESTORE_HINT, read_results
+from ptlf.run.results import RESTORE_HINT, results_if_any
 from ptlf.stream.arrivals import TASKS, arrived_names, is_arrival, missing
 
 ENCODER = "encoder.safetensors"
@@ -49,8 +49,7 @@ def check_vacant(out: Path) -> None:
 
 
 def check_new(folder: Path) -> None:
-    """Refuse a folder that holds files and no run. Hidden files and logs do not count, nor does what a run leaves that
-    is killed before its settings are written."""
+    """Refuse a folder that holds files and no run, but for hidden files, logs and what a run leaves that was killed."""
     if (folder / "config.yaml").exists() or not folder.is_dir():
         return
     for path in sorted(folder.iterdir()):
@@ -74,25 +73,23 @@ def save_encoder(
 ) -> str:
     """The file's SHA-256. With one key of metadata at most, the same state gives the same bytes."""
     # Copies, since one tensor may have two names; what is no tensor is the encoder's own business.
-    tensors = {key: value.cpu().clone() for key, value in encoder.state_dict().items() if torch.is_tensor(value)}
-    data = save({key: value.contiguous() for key, value in tensors.items()}, dict(metadata or {}) or None)
+    state = {key: value for key, value in encoder.state_dict().items() if torch.is_tensor(value)}
+    data = save({key: value.cpu().clone().contiguous() for key, value in state.items()}, dict(metadata or {}) or None)
     write_whole(folder / name, data)
     return hashlib.sha256(data).hexdigest()
 
 
 def has_finished(folder: Path) -> bool:
     """Whether every task is learnt, those included that arrived since the results were written."""
-    if not (folder / "results.json").exists():
-        return False
-    results = read_results(folder)
+    results = results_if_any(folder) or {"status": ""}
     return results["status"] == "finished" and results.get("arrived", 0) == len(arrived_names(folder))
 
 
 def check_arrived(folder: Path) -> None:
     """Refuse a run if one of the tasks that arrived by its last results is not in its folder."""
-    results: dict[str, Any] = read_results(folder) if (folder / "results.json").exists() else {"status": "running"}
-    if results["status"] == "running" or not results.get("arrived"):  # it may have failed before it took its last task
-        return
+    results = results_if_any(folder)
+    if not results or results["status"] == "running" or not results.get("arrived"):
+        return  # it may have failed before it took its last task
     there = {int(name.partition("-")[0]) for name in arrived_names(folder)}
     for number, name in enumerate(results["tasks"][-results["arrived"] :], start=1):
         if number not in there:
@@ -121,28 +118,22 @@ def restore_encoder(folder: Path, encoder: nn.Module, name: str = ENCODER) -> No
     path = folder / name
     if not path.is_file():
         raise UserError(f"{folder} holds no {name}; the run there has not finished")
-    if name == ENCODER and (folder / "results.json").exists():
-        expected = read_results(folder).get("encoder_sha256")
-        if expected and file_digest(path, "sha256") != expected:
-            raise UserError(f"{path} is damaged: it is not the file whose checksum is in results.json; {RESTORE_HINT}")
+    expected = (results_if_any(folder) or {}).get("encoder_sha256") if name == ENCODER else None
+    if expected and file_digest(path, "sha256") != expected:
+        raise UserError(f"{path} is damaged: it is not the file whose checksum is in results.json; {RESTORE_HINT}")
     try:
         tensors = load_file(path)
     except (SafetensorError, OSError, ValueError) as error:
         raise damaged(path, error, RESTORE_HINT) from None
     own = encoder.state_dict()
     for key, there, here in differing_shapes(tensors, own):
-        what = f"{key} has the shape {there} there and {here} here"
+        what = f"{short_repr(key)} has the shape {there} there and {here} here"
         raise UserError(f"{path} is not of an encoder like this one: {what}")
     if bad := [name for name, value in tensors.items() if value.is_floating_point() and not value.isfinite().all()]:
         raise UserError(f"{path} is damaged: {short_repr(bad[0])} holds numbers that are not finite; {RESTORE_HINT}")
     encoder.load_state_dict({**own, **tensors})
 
 
-def differing_shapes(one: Mapping[str, Any], other: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any]]:
+def differing_shapes(*states: Mapping[str, Any]) -> list[tuple[str, Any, Any]]:
     """Name and both shapes, None where there is none, of the tensors of two states that differ in that."""
-    both = [
-        {name: tuple(value.shape) for name, value in state.items() if torch.is_tensor(value)} for state in (one, other)
-    ]
-    for name in {**both[0], **both[1]}:
-        if both[0].get(name) != both[1].get(name):
-            yield short_repr(name), both[0].get(name), both[1].get(name)
+    return differences(*({name: tuple(t.shape) for name, t in s.items() if torch.is_tensor(t)} for s in states))

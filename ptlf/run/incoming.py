@@ -12,7 +12,7 @@ from ptlf.core.errors import UserError, info
 from ptlf.run.build import check_grows
 from ptlf.run.config import Config
 from ptlf.run.folder import claim_folder
-from ptlf.run.results import read_results
+from ptlf.run.results import results_if_any
 from ptlf.stream import StreamConfig
 from ptlf.stream.arrivals import TASKS, arrived_names, clear, known_images, place, reduced, task_name
 from ptlf.stream.disk import disk_errors, files_below
@@ -55,19 +55,18 @@ def claimed_for_learning(folder: Path) -> Iterator[None]:
 
 
 def take_back(folder: Path, config: Config) -> None:
-    """Remove the last task from the run's folder, and what it left. Stopped in between, the run continues with that
-    task, or without it."""
+    """Remove the last task and what it left. Stopped in between, the run continues with that task or without it."""
     names, saved = arrived_names(folder), Checkpoints(folder, config.checkpoint)
     if len(names) < 2:
         learnt = "has learnt one task" if names else "has no task that arrived"
         raise UserError(f"{folder} {learnt}: there is nothing before it; remove the folder to begin anew")
     before = [path for path in saved.files() if path.name.startswith("after-")]
-    tasks = read_results(folder)["tasks"] if (folder / "results.json").exists() else names
-    keep = Position(len(tasks) - 1).file
-    if keep not in [path.name for path in before]:
-        raise UserError(f"{folder} has no checkpoint from before {names[-1]} ({keep}), so it cannot be taken back")
+    tasks = (results_if_any(folder) or {"tasks": names})["tasks"]
+    keep = saved.folder / Position(len(tasks) - 1).file
+    if keep not in before:
+        raise UserError(f"{folder} has no checkpoint from before {names[-1]} ({keep.name}), so it cannot be taken back")
     for path in saved.files():
-        if path.name != keep and path not in before[: [p.name for p in before].index(keep)]:
+        if path not in before[: before.index(keep) + 1]:
             path.unlink()
     (folder / "results.json").unlink(missing_ok=True)
     shutil.rmtree(folder / TASKS / names[-1])

@@ -1,10 +1,9 @@
-"""The encoder that a run leaves, with the preprocessing it was tested with, and features of any images by it. Needs
-none of the training data."""
+"""The encoder that a run leaves, with its preprocessing, and features of any images; no training data are needed."""
 
 import json
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -26,8 +25,7 @@ from ptlf.encoders import as_encoder
 from ptlf.encoders.weights import FILES, KEY
 from ptlf.evaluation.prober import eval_mode
 from ptlf.methods import METHODS, Method
-from ptlf.run.build import choose_device, make_encoder
-from ptlf.run.components import Components
+from ptlf.run.build import Components, choose_device, make_encoder
 from ptlf.run.config import from_dict
 from ptlf.run.folder import ENCODER, restore_encoder
 from ptlf.run.recipes import name_of
@@ -92,10 +90,7 @@ class LoadedEncoder:
         return self.card.get("fit", "crop")
 
     def preprocess(self, images: Any) -> Tensor:
-        """The module's input (N, 3, view_size, view_size), float32 on its device, of one image or of several.
-
-        images: a path, a PIL image, an array, or several of them in any form that `embed` takes.
-        """
+        """The module's input (N, 3, view_size, view_size) of an image or several, in any form that `embed` takes."""
         return torch.cat([self.prepare(batch.images) for batch in self.batches(images, 256)])
 
     def prepare(self, pixels: np.ndarray) -> Tensor:
@@ -112,7 +107,7 @@ class LoadedEncoder:
 
     @torch.no_grad()
     def embedded(
-        self, images: Any, batch: int = 256, on_problem: OnProblem = refuse_broken
+        self, images: Any, batch: int, on_problem: OnProblem = refuse_broken
     ) -> Iterator[tuple[SquareBatch, np.ndarray]]:
         """Batches of images with their features (n, feature_dim) float32."""
         for part in self.batches(images, batch, on_problem):
@@ -181,32 +176,24 @@ def rebuilt(card: Card, folder: Path, encoder: nn.Module | None, seed: int = 0) 
 
 
 def embed_images(
-    folder: Path,
-    images: Sequence[str],
-    out: Path,
-    *,
-    batch: int = 256,
-    device: str = "auto",
-    on_error: str = "refuse",
-    trust_code: bool = False,
+    folder: Path, images: Sequence[str], out: Path, *, batch: int, device: str, on_error: str, trust_code: bool
 ) -> tuple[int, int, list[dict[str, str]]]:
     """Write the features of any number of images; names begin with their path if there are several paths. Returns how
-    many images there are, how long each one's features are, and which were skipped. Decoded and written in batches:
-    only names and labels are held in memory."""
+    many images there are, how long each one's features are, and which were skipped. Only names and labels are held in
+    memory."""
     if out.suffix not in WRITERS:
         raise UserError(f"--out {out} must end with {' or '.join(WRITERS)}")
-    opened = [(path, open_images(find_images(path, data_root()))) for path in images]
-    splits = [
-        (f"{path.rstrip('/')}/" if len(images) > 1 else "", split) for path, found in opened for split in found.values()
-    ]
+    prefixes = [f"{path.rstrip('/')}/" if len(images) > 1 else "" for path in images]
+    opened = [open_images(find_images(path, data_root())) for path in images]
+    splits = [(prefix, part) for prefix, found in zip(prefixes, opened, strict=True) for part in found.values()]
     encoder = load_encoder(folder, device=device, trust_code=trust_code)
     skipped: list[dict[str, str]] = []
     total = 0
     with (
         progress_bar(f"embedding with {folder.name}", sum(split.count for _, split in splits), True) as advance,
         whole_file(out) as file,
+        WRITERS[out.suffix](file, encoder.feature_dim) as write,
     ):
-        writer = WRITERS[out.suffix](file, encoder.feature_dim)
         for prefix, split in splits:
 
             def on_problem(problems: list[tuple[str, str]], prefix: str = prefix) -> None:
@@ -214,59 +201,54 @@ def embed_images(
 
             for squares, features in encoder.embedded(split, batch, on_problem):
                 labels = [None if label is None else str(label) for label in squares.labels]
-                writer.write([prefix + name for name in squares.names], labels, features)
+                write([prefix + name for name in squares.names], labels, features)
                 total += len(features)
                 advance(len(features))
         if not total:
             raise UserError(f"none of the {len(skipped)} images can be read: {skipped[0]['file']}: {skipped[0]['why']}")
-        writer.close()
     for entry in skipped[:SHOWN_SKIPS]:
         warn(f"skipped {entry['file']}: {entry['why']}")
     return total, encoder.feature_dim, skipped
 
 
-class NpzWriter:
-    """`names`, `features` (N, D) float32 and perhaps `labels` (text). Features are first written to a file without a
+Write = Callable[[list[str], list[str | None], np.ndarray], object]  # names, labels, features (n, dim)
+
+
+@contextmanager
+def npz_writer(path: Path, dim: int) -> Iterator[Write]:
+    """`names`, `features` (N, dim) float32 and perhaps `labels` (text). Features are first written to a file without a
     name: the length of the array is known at the end only."""
+    names: list[str] = []
+    labels: list[str | None] = []
+    with tempfile.TemporaryFile(dir=path.parent) as rows, open(path, "wb") as file:
 
-    def __init__(self, path: Path, dim: int) -> None:
-        self.path, self.dim = path, dim
-        self.names: list[str] = []
-        self.labels: list[str | None] = []
-        self.rows = tempfile.TemporaryFile(dir=path.parent)  # noqa: SIM115
+        def write(more: list[str], texts: list[str | None], features: np.ndarray) -> None:
+            names.extend(more)
+            labels.extend(texts)
+            rows.write(np.ascontiguousarray(features, np.float32).data)
 
-    def write(self, names: list[str], labels: list[str | None], features: np.ndarray) -> None:
-        self.names += names
-        self.labels += labels
-        self.rows.write(np.ascontiguousarray(features, np.float32).data)
-
-    def close(self) -> None:
-        arrays = {"names": np.array(self.names)}
-        if any(label is not None for label in self.labels):
-            arrays["labels"] = np.array([label or "" for label in self.labels])
-        self.rows.flush()
-        with self.rows, open(self.path, "wb") as file:
-            features = np.memmap(self.rows, np.float32, "r", shape=(len(self.names), self.dim))
-            np.savez(file, allow_pickle=False, features=features, **arrays)
+        yield write
+        rows.flush()
+        arrays = {"names": np.array(names)}
+        if any(label is not None for label in labels):
+            arrays["labels"] = np.array([label or "" for label in labels])
+        vectors = np.memmap(rows, np.float32, "r", shape=(len(names), dim))
+        np.savez(file, allow_pickle=False, features=vectors, **arrays)
 
 
-class ParquetWriter:
+@contextmanager
+def parquet_writer(path: Path, dim: int) -> Iterator[Write]:
     """Columns `name`, `label` (null where there is none) and `features`, a list of `dim` floats."""
+    arrow, parquet = (import_optional(name, ".parquet", "export") for name in ("pyarrow", "pyarrow.parquet"))
+    text, vector = arrow.string(), arrow.list_(arrow.float32(), dim)
+    schema = arrow.schema([("name", text), ("label", text), ("features", vector)])
+    with parquet.ParquetWriter(path, schema) as file:
 
-    def __init__(self, path: Path, dim: int) -> None:
-        self.arrow, parquet = (import_optional(name, ".parquet", "export") for name in ("pyarrow", "pyarrow.parquet"))
-        text = self.arrow.string()
-        vectors = self.arrow.list_(self.arrow.float32(), dim)
-        self.schema = self.arrow.schema([("name", text), ("label", text), ("features", vectors)])
-        self.file = parquet.ParquetWriter(path, self.schema)
+        def write(names: list[str], labels: list[str | None], features: np.ndarray) -> None:
+            vectors = arrow.FixedSizeListArray.from_arrays(arrow.array(features.astype(np.float32).reshape(-1)), dim)
+            file.write_table(arrow.table([names, labels, vectors], schema=schema))
 
-    def write(self, names: list[str], labels: list[str | None], features: np.ndarray) -> None:
-        flat = self.arrow.array(features.astype(np.float32).reshape(-1))
-        vectors = self.arrow.FixedSizeListArray.from_arrays(flat, features.shape[1])
-        self.file.write_table(self.arrow.table([names, labels, vectors], schema=self.schema))
-
-    def close(self) -> None:
-        self.file.close()
+        yield write
 
 
-WRITERS: dict[str, type[NpzWriter | ParquetWriter]] = {".npz": NpzWriter, ".parquet": ParquetWriter}
+WRITERS = {".npz": npz_writer, ".parquet": parquet_writer}

@@ -15,7 +15,7 @@ from ptlf.core.randomness import seeded
 from ptlf.core.settings import as_dict
 from ptlf.evaluation.metrics import COLLAPSED
 from ptlf.integrations.trackers import Trackers
-from ptlf.run.components import Components, fill_memory
+from ptlf.run.build import Components, fill_memory
 from ptlf.run.config import Config
 from ptlf.run.evaluator import Evaluator
 from ptlf.run.folder import claim_folder

@@ -1,7 +1,5 @@
-"""Recipes STREAM/OBJECTIVE/METHOD: a complete configuration from the stream's protocol and from what the objective and
-the method need there (`presets`). METHOD is a method or one of `VARIANTS`. An encoder other than the protocol's may
-bring presets too. Scores of the recipes that were run are in docs/reproduction.md.
-"""
+"""Recipes STREAM/OBJECTIVE/METHOD: a complete configuration from the stream's protocol and from what the members need
+there (`presets`). METHOD is a method or one of `VARIANTS`. Scores are in docs/reproduction.md."""
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
@@ -74,8 +72,7 @@ def default_recipe(stream: str, explicit: Settings) -> str:
 
 
 def recipe_names() -> list[str]:
-    """Every stream with every objective and every method or variant that goes with it. Those that need the whole stream
-    do not go with tasks that arrive one by one."""
+    """Every stream with every objective and method or variant that goes with it, and with tasks that arrive."""
     methods = {**{name: name for name in METHODS}, **{name: variant["method"] for name, variant in VARIANTS.items()}}
     return [
         f"{stream}/{objective}/{name}"
@@ -92,10 +89,8 @@ def conflict(objective: type[Objective], method: type[Method]) -> str | None:
     if objective.needs_labels and method.mixes_images:
         return "the method mixes images, and their labels are not mixed; use --method finetune"
     if method.distills and not objective.can_distill():
-        return (
-            "the method compares projections with an earlier model's, which the objective does not say how to do; "
-            "give it `compare` and `distill`, or use another method"
-        )
+        lacking = "the method compares projections with an earlier model's, which the objective does not say how to do"
+        return f"{lacking}; give it `compare` and `distill`, or use another method"
     return None
 
 
@@ -130,8 +125,7 @@ def presets_on(stream: str, presets: Mapping[str, Settings]) -> list[Settings]:
 
 
 def name_of(config: Settings) -> str:
-    """STREAM/OBJECTIVE/METHOD of these settings: the recipe's variant where its method still holds, and how it freezes
-    where that word does not say so."""
+    """STREAM/OBJECTIVE/METHOD, or the recipe's variant of it, and how it freezes where that word does not say so."""
     stream, objective, method = (config[section]["name"] for section in ("stream", "objective", "method"))
     word = (config.get("recipe") or "").rpartition("/")[2]
     if VARIANTS.get(word, {}).get("method") != method:
@@ -150,12 +144,10 @@ def resolve_config(
     trust_code: bool = False,
     tell: Callable[[str], None] = lambda line: None,
 ) -> Config:
-    """The configuration: command line over file over recipe (the one named, or the file's, or the default; that
-    depends on whether an encoder with weights is given). A recipe
-    for the user's own images chooses what fits them.
+    """Command line over file over recipe: the one named, or the file's, or the default. A recipe for the user's own
+    images chooses what fits them.
 
-    trust_code: follow names of code, "package.module:attribute", that only the file holds.
-    tell: gets a line on what was chosen.
+    trust_code: follow names of code that only the file holds. tell: gets a line on what was chosen.
     """
     values = read_yaml(file) if file else {}
     untrusted = settings_from(file, [recipe_name or "", *overrides]) if file and not trust_code else nullcontext()
@@ -177,8 +169,7 @@ def resolve_config(
 
 
 def base_settings(name: str, explicit: Settings) -> Settings:
-    """Of the recipe, with the presets of the members that the explicit settings choose in place of its own. What cannot
-    be trained is left for the settings' own checks."""
+    """Of the recipe, with presets of the members chosen in place of its own. The settings' own checks come later."""
     stream = name.partition("/")[0]
     if name.count("/") == 2:
         _, objective, word = name.split("/")
@@ -198,12 +189,11 @@ def base_settings(name: str, explicit: Settings) -> Settings:
 
 
 def with_stored_encoder(explicit: Settings) -> Settings:
-    """The settings, with the encoder whose weights they take where they name none, and with its normalisation. Code
-    that the weights' file names is not followed."""
+    """The settings, with the encoder and normalisation that their weights' file names. Code in it is not followed."""
     encoder = explicit.get("encoder")
-    weights = encoder.get("weights") if isinstance(encoder, Mapping) else None
-    stored = stored_encoder(Path(weights).expanduser()) if isinstance(weights, str) else None
-    if stored is None or not isinstance(encoder, Mapping):
+    if not isinstance(encoder, Mapping) or not isinstance(weights := encoder.get("weights"), str):
+        return explicit
+    if (stored := stored_encoder(Path(weights).expanduser())) is None:
         return explicit
     if "name" in encoder:
         return merge(Config, explicit, {"encoder": {"mean": stored["mean"], "std": stored["std"], **encoder}})

@@ -14,6 +14,7 @@ import torch
 import ptlf
 from ptlf import evaluation
 from ptlf.core.reading import recordable
+from ptlf.evaluation import Prober
 from ptlf.run.results import to_columns
 from ptlf.training.checkpoint import Position
 from ptlf.training.trainer import EpochState, MeasuredStep
@@ -26,8 +27,6 @@ NAMES = {"training": "train", "evaluation": "eval"}  # in the record, of those t
 
 @dataclass
 class Progress:
-    """How far a run has come."""
-
     task: int = 0  # finished tasks
     epoch: int = 0  # finished epochs of the next task
     epoch_state: EpochState | None = None  # of the epoch under way
@@ -41,7 +40,7 @@ class Progress:
 
 @dataclass
 class Record:
-    """All of it plain values: a checkpoint holds them as they are."""
+    """Plain values: a checkpoint holds them as they are."""
 
     per_epoch: list[dict[str, Any]] = field(default_factory=list)
     matrices: dict[str, list[Row]] = field(default_factory=dict)  # a row after every task, by probe
@@ -85,7 +84,7 @@ class Record:
         return line
 
     def begin(self, untrained: Mapping[str, Row], ahead: Mapping[str, Row]) -> None:
-        """Accuracies of the untrained encoder, on all splits that are known; `ahead` are those on tasks yet to come."""
+        """Accuracies of the untrained encoder on all splits known; `ahead` are those on tasks yet to come."""
         self.untrained = dict(untrained)
         self.add_to(self.untrained_future, ahead)
 
@@ -130,13 +129,14 @@ class Record:
         for probe, row in rows.items():
             self.reference.setdefault(probe, []).extend(value for value in row if value is not None)
 
-    def reference_probes(self, settings: Mapping[str, Any]) -> dict[str, Any]:
+    def reference_results(self, prober: Prober) -> dict[str, Any]:
         """Accuracies on what the encoder knew: before the first task, and after each."""
-        found = {}
+        settings, split, probes = prober.settings(), prober.stream.eval_splits[0], {}
         for probe, (before, *after) in self.reference.items():
             last = {"accuracy": after[-1], "lost": before - after[-1]} if after else {"accuracy": None, "lost": None}
-            found[probe] = {"settings": settings.get(probe, {}), "before": before, "after": after, **last}
-        return found
+            probes[probe] = {"settings": settings.get(probe, {}), "before": before, "after": after, **last}
+        about = {"path": prober.config.reference, "classes": list(prober.stream.data.names)}
+        return {**about, "bank": len(split.bank), "test": len(split.test), "probes": probes}
 
     def cost(self, seconds: Mapping[str, float]) -> dict[str, Any]:
         """With the seconds by purpose. A column that a line of an older version lacks counts without it."""

@@ -1,5 +1,4 @@
-"""The files of a run's record: `results.json`, written whole or not at all, `metrics.jsonl`, a line per epoch, and
-`evaluations.json`, tests on labels that came later."""
+"""A run's record: `results.json`, `metrics.jsonl` (a line per epoch), `evaluations.json` (labels that came later)."""
 
 import json
 from collections.abc import Sequence
@@ -134,6 +133,11 @@ def read_results(folder: Path) -> Json:
     return results
 
 
+def results_if_any(folder: Path) -> Json | None:
+    """None of a run that has not begun."""
+    return read_results(folder) if (folder / "results.json").exists() else None
+
+
 def read_evaluations(folder: Path) -> list[Json]:
     """The tests on labels that came later, the latest at the end; of a damaged file none."""
     try:
@@ -166,10 +170,8 @@ def check_results(results: Json) -> None:
     lines = epoch_lines(results)
     check_shape(lines, [EPOCH], "cost.per_epoch")
     splits, arrived = len(results["eval_splits"]), results.get("arrived") or 0
-    rows = [
-        ("test_images", results.get("test_images"), splits),
-        ("arrived_sha256", results.get("arrived_sha256"), arrived),
-    ]
+    rows = [("test_images", results.get("test_images"), splits)]
+    rows += [("arrived_sha256", results.get("arrived_sha256"), arrived)]
     rows += [("tasks", results["tasks"][-arrived:] if arrived else None, arrived)]
     for probe, values in results["probes"].items():
         rows += [(f"{probe}.untrained", values.get("untrained"), splits)]
@@ -195,8 +197,7 @@ def read_lines(path: Path) -> list[Json]:
 
 
 def epoch_lines(results: Json) -> list[Json]:
-    """A dictionary per epoch, as in metrics.jsonl but for `newly_frozen`, which the freezing log has. A loss of None
-    was not computed in that epoch, and is left out."""
+    """A dictionary per epoch, as in metrics.jsonl without `newly_frozen` and losses not computed in that epoch."""
     columns: Json = results["cost"]["per_epoch"]
     losses = columns.get("loss") or {}
     plain = {key: values for key, values in columns.items() if key != "loss"}
@@ -217,8 +218,7 @@ def to_columns(lines: Sequence[Json]) -> Json:
 
 
 def compiling_seconds(results: Json) -> float:
-    """What the run's first epoch took longer than its second, which seconds of two runs are compared without: on a GPU
-    it waits for the compiler. 0 where the first task has a single epoch."""
+    """What the run's first epoch took longer than its second: on a GPU it waits for the compiler. 0 of a single one."""
     columns = results["cost"]["per_epoch"]
     seconds, tasks = (columns.get(key, [])[:2] for key in ("seconds", "task"))
     return max(seconds[0] - seconds[1], 0.0) if len(seconds) == 2 and tasks[0] == tasks[1] else 0.0

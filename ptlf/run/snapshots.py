@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import yaml
 from torch import Tensor, nn
+from torch.nn.utils import get_total_norm
 
 import ptlf
 from ptlf.core import processes
@@ -24,8 +25,8 @@ from ptlf.core.randomness import global_state, set_global_state
 from ptlf.core.settings import as_dict
 from ptlf.encoders import ENCODERS
 from ptlf.encoders.weights import KEY
+from ptlf.run.build import Components
 from ptlf.run.compat import describe_changes
-from ptlf.run.components import Components
 from ptlf.run.config import from_dict, read_yaml, to_yaml
 from ptlf.run.folder import ENCODER, START, differing_shapes, save_encoder
 from ptlf.run.inference import card_of
@@ -87,8 +88,7 @@ class Snapshots:
                 self.checkpoints.wait()
 
     def check_finite(self) -> None:
-        """Nothing continues, and nothing is saved, with losses or weights that are not finite, nor with losses that no
-        record may hold."""
+        """Nothing continues or is saved with losses or weights that are not finite, or that no record may hold."""
         at, state = self.progress.position, self.progress.epoch_state
         bad = state.first_bad() if state else None
         if bad is None and are_finite([self.components.model, self.components.method]):
@@ -124,8 +124,7 @@ class Snapshots:
         }
 
     def load_state_dict(self, state: Json) -> None:
-        """Into components as they were built, with the same settings, and maybe more tasks. Looks at the gallery that
-        are there stay."""
+        """Into components as they were built, maybe with more tasks. Looks at the gallery that are there stay."""
         parts, progress, epoch = self.components, self.progress, state["epoch_state"]
         parts.model.load_state_dict(state["model"], strict=False)  # methods that grow lack what comes later
         parts.method.load_state_dict(state["method"])
@@ -168,9 +167,8 @@ class Snapshots:
 
     @contextlib.contextmanager
     def settings_written(self) -> Iterator[None]:
-        """The settings, and the weights that training begins with, are in the folder: in the block as they were, if
-        the run is there, and after it with what may have been given anew: where it is tested, and who tracks it. If the
-        block raises, and the folder held no run before, it holds none after it."""
+        """Settings and starting weights are in the folder: in the block as they were, if the run is there, and after it
+        with the tests and trackers that are given now. If the block raises, a folder without a run holds none again."""
         if self.out is None:
             yield
             return
@@ -233,7 +231,7 @@ class Snapshots:
             "encoder_sha256": self.encoder_sha256,
             "units": [unit.name for unit in parts.freezing.freezer.units],
             "probes": record.probes(parts.prober.settings() if parts.prober else {}),
-            "reference": self.reference_results(),
+            "reference": record.reference_results(parts.reference) if parts.reference else None,
             "memory_images": record.memory_images,
             "features": record.features,
             "untrained_features": record.untrained_features,
@@ -241,40 +239,19 @@ class Snapshots:
             "cost": record.cost(self.clock.seconds),
         }
 
-    def reference_results(self) -> Json | None:
-        reference = self.components.reference
-        if reference is None:
-            return None
-        split = reference.stream.eval_splits[0]
-        return {
-            "path": self.components.config.evaluation.reference,
-            "classes": list(reference.stream.data.names),
-            "bank": len(split.bank),
-            "test": len(split.test),
-            "probes": self.record.reference_probes(reference.settings()),
-        }
-
 
 def are_finite(modules: Iterable[nn.Module]) -> bool:
     """Whether parameters and running statistics are finite and other buffers, such as masks with -inf, have no NaN."""
-    trained: list[Tensor] = []
-    others: list[Tensor] = []
-    for module in modules:
-        trained += module.parameters()
-        for name, buffer in module.named_buffers():
-            (trained if "running_" in name else others).append(buffer)
-    return bool(norms(trained).isfinite().all()) and not bool(norms(others).isnan().any())
-
-
-def norms(tensors: Iterable[Tensor]) -> Tensor:
-    """L1 norm of each float tensor, in one call: not finite if a value is not."""
-    floats = [tensor for tensor in tensors if tensor.is_floating_point()]
-    return torch.stack([value.float() for value in torch._foreach_norm(floats, 1)]) if floats else torch.zeros(1)
+    modules = list(modules)
+    tensors = [(name, t) for module in modules for name, t in module.named_buffers() if t.is_floating_point()]
+    trained = [p for module in modules for p in module.parameters()] + [t for name, t in tensors if "running_" in name]
+    others = [t for name, t in tensors if "running_" not in name]
+    # L1 norms are finite if all values are; one of all is NaN if a value is.
+    return bool(get_total_norm(trained, 1).isfinite()) and not bool(get_total_norm(others, 1).isnan())
 
 
 def check_same_run(state: Json, components: Components, images: Images) -> None:
-    """Refuse other settings, or other images of the tasks begun, than the checkpoint was made with: the record would be
-    false of what is already learnt. images: of the tasks begun, as they are now."""
+    """Refuse other settings, or other images of the tasks begun, than the checkpoint was made with. images: as now."""
     folder, stream, hint = components.folder, components.stream, "put them back, or begin anew in another folder"
     before = state["settings"]
     with contextlib.suppress(UserError):  # settings that this version does not know differ
@@ -289,7 +266,7 @@ def check_same_run(state: Json, components: Components, images: Images) -> None:
         raise UserError(f"the stream had {state['tasks']} tasks and now has {len(stream.tasks)}; {hint}")
     for name, there, now in differing_shapes(state["model"], components.model.state_dict()):
         if there is not None or not components.method.grows:
-            what = f"{name} has the shape {there} there and {now} now"
+            what = f"{short_repr(name)} has the shape {there} there and {now} now"
             raise UserError(f"the checkpoint in {folder} does not fit the encoder: {what}; {hint}")
 
 

@@ -1,5 +1,4 @@
-"""Several runs: every recipe with every seed, in a folder each; what is finished is kept. They are trained one after
-the other, or several at once, each a job on this machine or on a SLURM cluster, through submitit."""
+"""Every recipe with every seed, in a folder each: trained one after the other, or as jobs of submitit."""
 
 import gc
 import itertools
@@ -85,8 +84,7 @@ def train_all(
 
 
 def train_one_of_many(run: Run, watcher: Watcher, advice: str = AGAIN, *, resume: bool = False) -> dict[str, Any]:
-    """Train where other runs follow. If asked to stop, even in the run's last moments, no other run begins.
-    advice: for whoever stops it."""
+    """Train where other runs follow: none begins after a signal, even in the run's last moments."""
     try:
         results = run.train(watcher, resume=resume)
     except Stopped as stopped:
@@ -119,11 +117,8 @@ class Job:
 def train_as_jobs(
     runs: Sequence[Planned], logs: Path, cluster: str, jobs: int | None, job_options: Sequence[str], tell: Tell
 ) -> None:
-    """Train the runs, at most `jobs` at a time, and wait for all of them.
-
-    logs: folder for the jobs' output and errors.
-    job_options: KEY=VALUE for submitit's `update_parameters`, such as slurm_partition=gpu.
-    """
+    """Train the runs, at most `jobs` at a time, and wait for all of them. logs: folder for the jobs' output and errors.
+    job_options: KEY=VALUE for submitit's `update_parameters`."""
     executor = import_optional("submitit", "--cluster", "cluster").AutoExecutor(logs, cluster=cluster)
     if wrong := [option for option in job_options if "=" not in option]:
         raise UserError(f"--job-options takes KEY=VALUE, such as slurm_partition=gpu, not {wrong[0]!r}")

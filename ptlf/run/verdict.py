@@ -11,14 +11,11 @@ from torch.nn import functional as F
 
 from ptlf.encoders import brings_weights
 from ptlf.evaluation.metrics import spaced
-from ptlf.run.build import make_stream
+from ptlf.run.build import labelled_images, make_stream
 from ptlf.run.config import Config
 from ptlf.run.folder import START, restore_encoder
 from ptlf.run.inference import LoadedEncoder, load_encoder, rebuilt
 from ptlf.stream import Dataset, Images
-from ptlf.stream.images import find_images
-from ptlf.stream.pack import data_root
-from ptlf.stream.packing import labelled_dataset
 
 MAX_IMAGES, BATCH = 4000, 256
 NEIGHBOURS = (10, 5, 50)  # the first counts; the verdict should not change with the others
@@ -138,7 +135,6 @@ def verdicts(folder: Path, config: Config, make_module: Callable[[], nn.Module |
         if len(task.classes) > 1:
             judged.append(judge(task.name, task.images, now, start, name))
     if config.evaluation.reference is not None:
-        path = find_images(config.evaluation.reference, data_root(config.data_root))
-        known = labelled_dataset(path, now.card["image_size"], config.evaluation.reference_test, now.fit)
+        known = labelled_images(config, config.evaluation.reference, now.card["image_size"], now.fit)
         judged.append(judge("what it knew", both_splits(known), now, start, name))
     return judged

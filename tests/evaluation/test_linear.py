@@ -92,9 +92,6 @@ def test_the_command_takes_a_probe_and_knows_one_that_is_gone(run_copy) -> None:
     assert "knn_task: accuracy" in shown
     assert "knn_class" not in shown
     assert "unknown probe 'knn'; did you mean" in run_cli("evaluate", run_copy, "--probe", "knn", code=2).err
-
-
-def test_a_probe_that_is_gone_is_refused_with_those_that_there_are(run_copy) -> None:
     path = run_copy / "config.yaml"
     settings = yaml.safe_load(path.read_text())
     settings["probes"]["ridge"] = {"enabled": True, "penalty": 1e-3}

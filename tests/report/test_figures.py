@@ -19,10 +19,9 @@ from test_page import GALLERY
 
 from ptlf.cli import main
 from ptlf.report import figures
-from ptlf.report.checks import tile_pixels
 from ptlf.report.drawing import STEPS, coded, end_of, look, page_svg, style, themed
 from ptlf.report.measures import main_measures
-from ptlf.report.runs import RUN_COLOURS, Comparison, Group, RunRecord, read_comparison, read_run
+from ptlf.report.runs import RUN_COLOURS, Comparison, Group, RunRecord, read_comparison, read_run, tile_pixels
 from ptlf.report.sections import cost_section, learning_section
 
 COLOURS = themed(False, 20)

@@ -1,6 +1,5 @@
 """The Pareto front of runs, and the runs that are made for it."""
 
-import io
 import json
 import re
 import statistics
@@ -8,7 +7,6 @@ from pathlib import Path
 
 import made_up
 import pytest
-from rich.console import Console
 
 from benchmarks.frontier import main, plan_frontier, show_frontier
 from benchmarks.frontier_picture import COSTS, Point, front, frontier, leading, paths, points, relative_costs
@@ -88,9 +86,7 @@ def grid(folder: Path, seeds: int = 1) -> Comparison:
 
 def shown(comparison: Comparison) -> tuple[str, dict[tuple[str, ...], list[str]]]:
     """The table, and the cells of its rows by policy and shares."""
-    console = Console(width=80, file=io.StringIO())
-    show_frontier(console, "digits/simsiam/lump", comparison)
-    text = console.file.getvalue()
+    text = made_up.printed(show_frontier, "digits/simsiam/lump", comparison, width=80)
     rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in text.splitlines() if line.startswith("│")]
     return text, {tuple(row[:3]): row[3:] for row in rows}
 

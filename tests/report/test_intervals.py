@@ -1,13 +1,11 @@
 """Intervals against their definition; what a run started from, and whether training helped, is said everywhere."""
 
-import io
 from pathlib import Path
 from typing import Any
 
 import made_up
 import numpy as np
 import pytest
-from rich.console import Console
 
 from ptlf.report.intervals import images_behind, images_of_mean, neighbours_used, start_of, wilson
 from ptlf.report.page import page
@@ -47,9 +45,7 @@ def test_the_neighbours_used_are_named() -> None:
 
 
 def told(results: dict[str, Any]) -> str:
-    console = Console(width=160, file=io.StringIO())
-    show_results(console, results, "run")
-    return console.file.getvalue()
+    return made_up.printed(show_results, results, "run")
 
 
 def shown(tmp_path: Path, results: dict[str, Any]) -> str:

@@ -17,7 +17,7 @@ from scipy import stats
 from ptlf.cli import main
 from ptlf.core.errors import UserError
 from ptlf.evaluation import summary
-from ptlf.report.figures import features_by_task, freeze_events, mean_line
+from ptlf.report.figures import freeze_events, mean_line
 from ptlf.report.page import page
 from ptlf.report.runs import FEATURES, Group, RunRecord, at, read_comparison
 from ptlf.report.tables import show_results, show_runs
@@ -262,7 +262,7 @@ def test_what_is_missing_is_named_with_what_would_fill_it(tmp_path: Path) -> Non
     new["features"] = [{"task": task, "images": 9, "spread": 0.4, "effective_rank": 9.0} for task in (1, 2, 3)]
     assert "95 % interval (Wilson)" not in page_of(tmp_path, [old])
     assert "95 % interval (Wilson)" in page_of(tmp_path, [old, new])
-    assert [len(features_by_task(Group([RunRecord(Path(), run)]), "spread")) for run in (old, new)] == [0, 3]
+    assert [len(Group([RunRecord(Path(), run)]).features("spread")) for run in (old, new)] == [0, 3]
 
 
 def test_the_k_of_the_neighbours_is_said_once_and_where_it_grows(tmp_path: Path) -> None:

@@ -1,7 +1,5 @@
 """Tables in the terminal: costs stand beside their ratio to the baseline's."""
 
-import io
-
 import made_up
 import pytest
 from made_up import table_rows as rows
@@ -44,9 +42,7 @@ def test_seconds_and_ratios_leave_the_wait_for_the_compiler_out(names: tuple[str
         assert found["lump"][4:] == ["100.0 s", "80.0 MiB", "4.000 T"]
         assert found["ptlf"][4:] == ["0.25×", "0.60×", "0.50×"]
     for shown in (runs, {"a/lump": runs["a/lump"]}):
-        console = Console(width=160, file=io.StringIO())
-        show_runs(console, shown, "a/lump")
-        assert (f"without compiling: {STEADY}" in console.file.getvalue()) == (len(shown) > 1)
+        assert (f"without compiling: {STEADY}" in made_up.printed(show_runs, shown, "a/lump")) == (len(shown) > 1)
     assert rows(show_runs, {"a/lump": runs["a/lump"]})["training time"] == ["2.7 min"]
 
 
@@ -66,15 +62,13 @@ def test_seeds_are_shown_as_mean_and_interval() -> None:
 
 @pytest.mark.parametrize("names", [("a/b", "a/c"), ("a/b", "a/c", "a/d", "a/e")])  # side by side, as a list
 def test_it_is_said_what_stands_behind_a_plus_minus_and_in_brackets(names: tuple[str, ...]) -> None:
-    console = Console(width=80, file=io.StringIO())
-    show_runs(console, {name: [made_up.results()] for name in names})
-    assert "±" not in console.file.getvalue()
-    assert "brackets" not in console.file.getvalue()
+    text = made_up.printed(show_runs, {name: [made_up.results()] for name in names}, width=80)
+    assert "±" not in text and "brackets" not in text
     more = {"test_images": [100] * 3}
-    show_runs(console, {name: [made_up.results(seed=seed) | more for seed in range(2)] for name in names})
-    assert "±: half the width of the 95 % t interval over the seeds" in console.file.getvalue()
-    brackets = "in brackets: 95 % interval from the number of test images"
-    assert (brackets in console.file.getvalue()) == (len(names) == 2)
+    runs = {name: [made_up.results(seed=seed) | more for seed in range(2)] for name in names}
+    text = made_up.printed(show_runs, runs, width=80)
+    assert "±: half the width of the 95 % t interval over the seeds" in text
+    assert ("in brackets: 95 % interval from the number of test images" in text) == (len(names) == 2)
 
 
 def test_names_stay_whole_in_80_columns(capsys) -> None:

@@ -12,7 +12,7 @@ from conftest import StopsAt, run_cli, tiny_config, tiny_encoder
 from sklearn.neighbors import KNeighborsClassifier
 
 from ptlf.core.errors import UserError
-from ptlf.run.components import fill_memory
+from ptlf.run.build import fill_memory
 from ptlf.run.config import Config
 from ptlf.run.loop import Run
 from ptlf.stream.task import digits

@@ -77,11 +77,8 @@ def test_the_record_and_the_page_of_an_unlabelled_stream(world: Path) -> None:
     pictures = json.loads((world / "run" / "gallery.json").read_text())
     assert pictures["labelled"] is False and pictures["labels"] == ["monday", "tuesday"]
     page = (world / "run" / "report.html").read_text()
-    assert 'class="features"' in page and "accuracy is not known" in page
     assert "same class" not in page
-    page = (world / "run" / "report.html").read_text()
     header = page[page.index("<header>") : page.index("</header>")]
-    results = json.loads((world / "run" / "results.json").read_text())
     assert "no labelled test images: its accuracy is not known" in header
     assert f"<code>ptlf evaluate {world / 'run'} --stream.labelled FOLDER</code>" in page
     assert "better to the right" not in page
@@ -186,14 +183,12 @@ def test_features_of_the_untrained_encoder_stand_beside_those_of_each_task(world
     results = json.loads((world / "run" / "results.json").read_text())
     untrained = results["untrained_features"]
     assert [entry["task"] for entry in untrained] == [1, 2]
-    stored = read_yaml(world / "run" / "config.yaml")
-    run = Run(from_dict(stored))  # as it was before training
+    run = Run(from_dict(read_yaml(world / "run" / "config.yaml")))  # as it was before training
     run.model.encoder.eval()
     for entry, task in zip(untrained, run.stream.tasks, strict=True):
+        images = torch.from_numpy(np.array(task.images.pixels[task.train]))
         with torch.no_grad():
-            features = run.model.encoder(
-                run.components.prepare(torch.from_numpy(np.array(task.images.pixels[task.train])))
-            )
+            features = run.model.encoder(run.components.prepare(images))
         assert entry["images"] == len(features) == 80
         assert entry["effective_rank"] == pytest.approx(effective_rank(features), rel=1e-4)
     words = ["--size", "16", "--encoder.name", "conftest:tiny_encoder", "--training.epochs", "2", "--device", "cpu"]

@@ -32,7 +32,7 @@ from ptlf.model import Model, gradient
 from ptlf.objectives import OBJECTIVES
 from ptlf.objectives.objective import Teacher
 from ptlf.run import build
-from ptlf.run.components import Components
+from ptlf.run.build import Components
 from ptlf.run.loop import Run
 from ptlf.run.results import epoch_lines
 from ptlf.training import engine, trainer
