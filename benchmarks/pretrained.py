@@ -146,11 +146,12 @@ def differences(runs: list[dict[str, Any]], before: str, after: str, test: str) 
 
 
 def gain(runs: list[dict[str, Any]], before: str, after: str, test: str) -> str:
-    """Mean over seeds of the difference in points, its 95 % interval over images, and the seeds' range."""
+    """Mean over seeds of the difference in points, its 95 % interval over images, and the range of several seeds."""
     each = differences(runs, before, after, test)
     images, seeds = each.mean(0), each.mean(1)
     sure = 1.96 * images.std() / len(images) ** 0.5
-    return f"{images.mean():+.1f} ± {sure:.1f} ({seeds.min():+.1f} to {seeds.max():+.1f})"
+    spread = f" ({seeds.min():+.1f} to {seeds.max():+.1f})" if len(seeds) > 1 else ""
+    return f"{images.mean():+.1f} ± {sure:.1f}{spread}"
 
 
 def table(out: Path, name: str) -> list[list[str]]:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from paper_runs import paper_results
 
+from benchmarks.pretrained import table as given_table
 from benchmarks.pretrained_picture import points
 from ptlf.report.runs import LATER_KEPT, RunRecord
 from reproduction.page import DIFFERENCES, differences, figure
@@ -325,3 +326,13 @@ def test_a_given_encoder_by_the_share_of_its_layers_that_is_frozen() -> None:
         f"{-change:.1f} on average, and they made the encoder worse on the new images too: by {-gain:.1f} points. "
         f"Of the {len(some[0.75])} with three quarters frozen, {worse[0.75]} lost more than a point.",
     )
+
+
+def test_what_learn_gains_by_its_defaults() -> None:
+    expected = given_table(GIVEN, "default")
+    assert table(PRETRAINED, "kNN at the start") == expected
+    gained = {domain: cells for domain, _, _, *cells in expected}
+    names = {"signs": "road signs", "cells": "blood cells", "letters": "Arabic letters", "textures": "textures"}
+    for domain, name in {**names, "satellite": "satellite images", "mean": "mean"}.items():
+        row = table_rows(README, "new images")[name]
+        assert row == [gained[domain][at].partition(" (")[0] for at in (0, 2, 4)], domain
