@@ -6,7 +6,7 @@ from ptlf.core.errors import UserError
 from ptlf.core.reading import load_yaml
 from ptlf.core.settings import as_dict, describe, merge, nested, parse, parse_overrides
 from ptlf.evaluation import PROBES
-from ptlf.methods.lump import LumpConfig
+from ptlf.methods.replay import LumpConfig
 from ptlf.run.config import Config, from_dict, to_yaml
 from ptlf.run.recipes import recipe
 

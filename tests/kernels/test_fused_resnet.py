@@ -12,7 +12,7 @@ from ptlf.freezing.cost import kept_bytes
 from ptlf.freezing.kernels import MaskedReLU
 from ptlf.kernels import FastParts
 from ptlf.kernels import resnet as fused
-from ptlf.methods.cassle import PreviousModel
+from ptlf.methods.distillation import PreviousModel
 from ptlf.methods.pnn import Columns
 
 pytestmark = [pytest.mark.gpu(emulated=True), pytest.mark.slow]

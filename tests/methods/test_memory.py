@@ -4,7 +4,7 @@ import torch
 from ptlf.core.batch import Batch
 from ptlf.core.errors import UserError
 from ptlf.methods import METHODS, Memory
-from ptlf.methods.lump import LumpConfig, beta
+from ptlf.methods.replay import LumpConfig, beta
 from ptlf.run.config import from_dict
 from ptlf.views import named_views
 
