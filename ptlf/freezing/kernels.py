@@ -23,8 +23,8 @@ STANDARD_FORWARDS: set[Callable[..., Any]] = {nn.BatchNorm2d.forward, nn.SyncBat
 
 
 class _FrozenConv2d(torch.autograd.Function):
-    """conv2d that saves only the weight for backward, which is a transposed convolution: faster than
-    `convolution_backward` with a dummy input, for which cuDNN would convert a channels-last gradient."""
+    """conv2d that saves only the weight. Its backward, a transposed convolution, is faster than `convolution_backward`
+    with a dummy input, for which cuDNN would convert a channels-last gradient."""
 
     @staticmethod
     def forward(
@@ -41,7 +41,7 @@ class _FrozenConv2d(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         (weight,) = ctx.saved_tensors
-        return input_gradient(grad, weight, ctx.size, *ctx.settings), None, None, None, None, None, None
+        return input_gradient(grad, weight, ctx.size, *ctx.settings), *[None] * 6
 
 
 def input_gradient(

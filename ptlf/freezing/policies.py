@@ -6,7 +6,7 @@ from typing import Any, ClassVar, Generic, TypeVar, cast
 
 import torch
 
-from ptlf.freezing.savings import BackwardSavings, Saving
+from ptlf.freezing.cost import BackwardSavings, Saving
 
 Names = list[str]
 RatiosOf = Callable[[Sequence[str]], dict[str, float]]  # computes the correlation ratios of units, by name
@@ -57,8 +57,7 @@ class Policy(Generic[C]):
         return ratios(candidates)
 
     def choose(self, count: int, candidates: Names, frozen: Names, context: Context) -> Names:
-        """The next `count` units to freeze, or all candidates if there are fewer, in the order they freeze. candidates:
-        not frozen yet, in data order."""
+        """The next `count` of the candidates to freeze (all, if there are fewer), in order. They are in data order."""
         raise NotImplementedError
 
 

@@ -20,8 +20,7 @@ from ptlf.core.settings import as_dict
 from ptlf.encoders import ENCODERS, EncoderConfig, as_encoder, feature_dim, set_normalisation
 from ptlf.encoders.encoder import SizedConfig
 from ptlf.freezing import Freezer, FreezeSchedule, ProgressiveFreezing
-from ptlf.freezing.cost import kept_bytes
-from ptlf.freezing.savings import measure_savings
+from ptlf.freezing.cost import kept_bytes, measure_savings
 from ptlf.freezing.units import trained_units
 from ptlf.methods import METHODS, Memory, Method
 from ptlf.model import Model

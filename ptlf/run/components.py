@@ -13,6 +13,7 @@ from ptlf.core import processes
 from ptlf.core.errors import UserError, short_repr, warn
 from ptlf.core.randomness import Randomness, derived_seed
 from ptlf.encoders import ENCODERS, Weights, as_encoder, brings_weights, load_weights, read_tensors
+from ptlf.encoders.norm import broadcast_and_sync_bn
 from ptlf.evaluation import Gallery, Prober
 from ptlf.freezing.recording import unchanged
 from ptlf.methods import METHODS, Method
@@ -25,7 +26,6 @@ from ptlf.stream.loading import Sources
 from ptlf.stream.pack import data_root
 from ptlf.stream.packing import labelled_dataset, sample_images
 from ptlf.stream.task import single_task_stream
-from ptlf.training.distributed import broadcast_and_sync_bn
 from ptlf.training.trainer import Trainer
 from ptlf.views import draw, make_views, normalise
 

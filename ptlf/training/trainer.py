@@ -17,6 +17,7 @@ from ptlf.core.phases import Phase, silent
 from ptlf.core.randomness import Randomness, derived_seed
 from ptlf.core.reading import recordable
 from ptlf.core.settings import key, section
+from ptlf.encoders.norm import average_statistics
 from ptlf.freezing.cost import backward_flops, kept_bytes
 from ptlf.freezing.recording import unchanged
 from ptlf.kernels import can_fuse, folded_tensors, module_variant
@@ -26,7 +27,6 @@ from ptlf.objectives.objective import Teacher
 from ptlf.stream import Images
 from ptlf.stream.loading import ImageSource, Sources
 from ptlf.training.cost import peak_memory_bytes, reset_peak_memory
-from ptlf.training.distributed import average_gradients, average_statistics
 from ptlf.training.engine import ENGINES, Addresses, CapturedEngine, Engine, choose_engine
 from ptlf.training.kept_views import KeptViews
 from ptlf.training.optimizers import OPTIMIZERS, OptimizerConfig, prepare_state
@@ -142,7 +142,7 @@ class Trainer:
         self.optimizer.zero_grad(set_to_none=True)
         total(losses).backward()
         if processes.joined():
-            self.sent[self.variant] = average_gradients(self.trained())
+            self.sent[self.variant] = processes.all_reduce_mean_(p.grad for p in self.trained() if p.grad is not None)
         if self.config.clip is not None:  # without waiting for the device
             nn.utils.clip_grad_norm_(self.trained(), self.config.clip, foreach=True)
         self.method.after_backward(self.model, self.optimizer.param_groups[0]["lr"])

@@ -9,8 +9,8 @@ from torch import nn
 
 from ptlf.core.errors import UserError
 from ptlf.freezing import POLICIES, Freezer, FreezeSchedule, ProgressiveFreezing
+from ptlf.freezing.cost import Saving
 from ptlf.freezing.policies import CostAware
-from ptlf.freezing.savings import Saving
 from ptlf.run.config import from_dict
 
 EPOCHS = 3
