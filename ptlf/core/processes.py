@@ -69,7 +69,7 @@ def process_group() -> Iterator[None]:
 
 
 def restarts() -> int:
-    """How often torchrun has restarted this process."""
+    """Of this process by torchrun."""
     return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
 
 
@@ -134,11 +134,8 @@ _all_gather_rows.register_autograd(lambda ctx, grad: _own_rows_of_sum(grad))
 
 
 def all_gather_rows(mine: Tensor) -> Tensor:
-    """The rows of all processes, in order of rank; `mine` are those of this one. Differentiable.
-
-    A loss of the gathered rows is the same on every process, so backward sums it `world_size` times. The gradients are
-    averaged over the processes, which divides by `world_size` again.
-    """
+    """The rows of all processes, in order of rank; `mine` are those of this one. Differentiable: backward sums the
+    loss of every process, which is the same; averaging the gradients divides by their number again."""
     return _all_gather_rows(mine) if _joined else mine
 
 

@@ -1,7 +1,4 @@
-"""Text, JSON and YAML that others wrote: read as data alone, of the shape that is needed.
-
-Whatever is wrong becomes a UserError that names the file, the place and the way out.
-"""
+"""Text, JSON and YAML that others wrote: read as data alone, of the shape that is needed, or refused by a UserError."""
 
 import json
 from collections.abc import Mapping
@@ -14,7 +11,6 @@ import yaml
 from ptlf.core.errors import UserError, printable, short_repr
 
 MAX_NUMBER = 1e30  # of a number in a record
-
 NUMBER = (int, float)
 TYPE_NAMES = {int: "a number", float: "a number", str: "text", bool: "true or false", type(None): "null"}
 TYPE_NAMES |= {dict: "a dictionary", list: "a list"}

@@ -22,8 +22,7 @@ _reading: ContextVar[tuple[Path, str] | None] = ContextVar("reading", default=No
 
 @contextmanager
 def settings_from(file: Path, words: Iterable[str] = ()) -> Iterator[None]:
-    """Inside, names come from a file that someone else may have written: "package.module:attribute", which runs code,
-    is followed only if one of `words`, which the user gave, holds it."""
+    """Inside, "package.module:attribute" in that file, which runs code, is followed only if one of `words` holds it."""
     token = _reading.set((file, "\n".join(words)))
     try:
         yield

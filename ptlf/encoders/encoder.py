@@ -69,8 +69,7 @@ def brings_weights(config: EncoderConfig) -> bool:
 
 
 def set_normalisation(encoder: nn.Module, config: EncoderConfig) -> None:
-    """Note the settings' mean and standard deviation at the encoder. One whose weights come from elsewhere must know
-    how its inputs are normalised."""
+    """Note the settings' mean and std at the encoder. One with weights from elsewhere must have some."""
     if config.mean is not None and config.std is not None:
         encoder.normalisation = tuple(config.mean), tuple(config.std)  # type: ignore[assignment]
     if brings_weights(config) and getattr(encoder, "normalisation", None) is None:

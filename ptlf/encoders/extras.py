@@ -111,8 +111,7 @@ def as_encoder(model: nn.Module) -> nn.Module:
 
 
 class Pooled(nn.Module):
-    """A Hugging Face model without its head, as images (B, 3, H, W) to vectors: its pooled output, or else the first
-    token, or the mean of a feature map."""
+    """A Hugging Face model without its head: its pooled output, else the first token, or the mean of a feature map."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()

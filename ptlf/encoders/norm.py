@@ -45,8 +45,7 @@ def views_in_one_pass(encoder: nn.Module, views: int) -> Iterator[None]:
 
 
 def takes_views_in_one_pass(encoder: nn.Module) -> bool:
-    """Whether all BatchNorms are ViewBatchNorm2d. Without any, the encoder must say so itself (`rowwise`): other layers
-    may depend on the batch."""
+    """Whether all BatchNorms are ViewBatchNorm2d. Without any, the encoder must say so itself (`rowwise`)."""
     if getattr(encoder, "rowwise", False):
         return True
     batch_norms = [m for m in encoder.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]

@@ -135,8 +135,7 @@ def matches(own: Mapping[str, Tensor], state: Mapping[str, Tensor]) -> list[str]
 
 
 def last_linear(encoder: nn.Module) -> str:
-    """What the names of the final classifier's tensors begin with: the encoder's last module with weights, if it is
-    linear."""
+    """What the names of the final classifier's tensors begin with, if the last module with weights is linear."""
     weighted = [(name, module) for name, module in encoder.named_modules() if list(module.parameters(recurse=False))]
     last = weighted[-1] if len(weighted) > 1 else None
     return f"{last[0]}." if last and isinstance(last[1], nn.Linear) else "(none)"

@@ -114,8 +114,7 @@ def gradients_of(loss_fn: Callable[[], Tensor], weights: Sequence[Tensor]) -> Se
 
 
 def mean_gradients(units: Sequence[Unit], gradient_fn: GradientFn, batches: int) -> dict[str, list[Tensor]]:
-    """By unit name, the weight gradient (groups, C_out / groups, m) of each product, float64, averaged over `batches`
-    calls of `gradient_fn`."""
+    """By unit name, the weight gradient (groups, C_out / groups, m) of each product: the mean of `batches`, float64."""
     owners = [(unit.name, weight) for unit in units for weight in unit.weights]
     weights = [weight for _, weight in owners]
     sums = [torch.zeros_like(weight, dtype=torch.float64) for weight in weights]

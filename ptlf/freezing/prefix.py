@@ -121,8 +121,7 @@ def _is_exact(prefix: FrozenPrefix, module: nn.Module, example: Tensor) -> bool:
 
 @contextmanager
 def redirect_calls(calls: Mapping[nn.Module, Callable[..., Any]]) -> Iterator[None]:
-    """Inside, calling one of these modules calls its function, by the attribute in which torch keeps compiled forwards.
-    `module._call_impl` is the module's own call."""
+    """Inside, calling one of these modules calls its function; `module._call_impl` is the module's own call."""
     before = {module: module._compiled_call_impl for module in calls}  # not None after `module.compile()`
     try:
         for module, call in calls.items():

@@ -57,8 +57,7 @@ def next_power_of_2(size: int) -> int:
 
 
 class Tiles:
-    """The tiling of a channels-last tensor for a kernel of `SIZES`. grid: one program per tile. sum_grid: `parts`
-    programs per view and block of channels, which share its tiles."""
+    """Tiles of a channels-last tensor. grid: a program per tile. sum_grid: `parts` per view and block of channels."""
 
     def __init__(self, x: Tensor, views: int, kernel: str) -> None:
         self.channels, self.views = x.shape[1], views

@@ -111,8 +111,7 @@ def _statistics(
     momentum, eps,
     VIEWS: tl.constexpr, TRACK: tl.constexpr, SHARED: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
-    """Mean and 1 / sqrt(var + eps) of every view, from the partial sums or (SHARED) the moments of all processes. The
-    running statistics are updated by one view after the other."""
+    """Mean and 1 / sqrt(var + eps) of every view, from partial sums or (SHARED) moments. Running ones follow in order."""
     c = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)
     old_mean = tl.load(running_mean + c, mask=c < channels, other=0.0)
     old_var = tl.load(running_var + c, mask=c < channels, other=0.0)
@@ -164,8 +163,7 @@ def _gradient_sums(
     grad, other, source, x, mean, inv_std, weight, bias, total, partial, rows, channels, parts,
     MASK: tl.constexpr, OTHER: tl.constexpr, TOTAL: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
-    """Partial sums of the masked gradient, which may come as two terms (OTHER), and of its product with x - mean. With
-    TOTAL the masked sum is stored, to be reused."""
+    """Partial sums of the masked gradient (OTHER: of two terms; TOTAL: stored), and of its product with x - mean."""
     blocks = tl.cdiv(rows, BLOCK_R)
     first = tl.zeros((BLOCK_R, BLOCK_C), tl.float32)
     second = tl.zeros((BLOCK_R, BLOCK_C), tl.float32)

@@ -145,8 +145,7 @@ class Anchor(Method[AnchorConfig]):
         return {"ssl": ssl, "anchor": self.config.weight * self.scale(ssl, features) * distance}
 
     def scale(self, ssl: Tensor, features: list[Tensor]) -> Tensor:
-        """The factor that makes the anchor's gradient, where a vector is at right angles to its earlier one, as large
-        as the objective's."""
+        """What makes the anchor's gradient, at a right angle to the earlier vector, as large as the objective's."""
         if not ssl.requires_grad:
             return self.pull
         gradients = torch.autograd.grad(ssl, features, retain_graph=True)

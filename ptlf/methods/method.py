@@ -60,13 +60,11 @@ class Method(nn.Module, Generic[C]):
         self.task = index
 
     def teacher(self) -> Teacher | None:
-        """An earlier model that the step runs too. It shares the forward of a frozen prefix that both have alike,
-        unless it `moves` within a task."""
+        """An earlier model that the step runs too. It may share the forward of a frozen prefix, unless it `moves`."""
         return None
 
     def graph_key(self) -> str:
-        """What a step's operations depend on, besides which units are frozen. A graph captured in an earlier task is
-        replayed in this one only if its key was the same."""
+        """What a step's operations depend on, besides frozen units: a captured graph is replayed if it is equal."""
         recorded_in = {"every_task": self.task, "second_task": min(self.task, 1), "never": 0}
         return f"task {recorded_in[self.recapture]}"
 

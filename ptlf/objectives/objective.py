@@ -139,8 +139,7 @@ class Objective(nn.Module, Generic[C]):
         raise NotImplementedError
 
     def begin_task(self, steps: int) -> None:
-        """Called before the first of a task's `steps` steps. What differs from task to task must be in a buffer: a
-        graph captured in an earlier task may be replayed."""
+        """Before a task's first step. What differs between tasks must be in a buffer: captured graphs are replayed."""
         if self.teacher is not None:
             self.teacher.begin_task(steps)
 

@@ -276,8 +276,7 @@ def read_all(
 def labelled_dataset(
     path: Path, size: int, test_fraction: float, fit: Fit = "crop", on_error: OnError | None = None
 ) -> Dataset:
-    """A labelled set with test images, read into memory; a packed set of this size stays a memory map. on_error: None
-    refuses broken images where skipping is no way out."""
+    """A labelled set with test images, in memory, or a memory map if it is packed at this size. on_error: see above."""
     if (path / "pack.json").is_file():
         data = packed(path.absolute().parent, path.name)
         if data.size == size and data.test is not None and data.folders == "classes":

@@ -187,8 +187,7 @@ class Trainer:
                 yield
 
     def keep_views(self, indices: np.ndarray, phase: Phase = silent) -> None:
-        """Where all that a step runs shares the encoder's frozen prefix, keep its outputs for `training.keep_views`
-        views of each of the task's images."""
+        """Keep the outputs of a frozen prefix that all of a step shares for `training.keep_views` views of each image."""
         prefix, sharing = self.model.prefix, len(self.model.sharing) == len(self.teachers())
         if not self.config.keep_views or prefix is None or not sharing or self.method.memory is not None:
             self.kept = None
