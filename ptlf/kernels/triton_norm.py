@@ -111,7 +111,7 @@ def _statistics(
     momentum, eps,
     VIEWS: tl.constexpr, TRACK: tl.constexpr, SHARED: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
-    """Mean and 1 / sqrt(var + eps) of every view, from partial sums or (SHARED) moments. Running ones follow in order."""
+    """Mean and 1 / sqrt(var + eps) of every view, from partial sums or (SHARED) moments. Running ones follow."""
     c = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)
     old_mean = tl.load(running_mean + c, mask=c < channels, other=0.0)
     old_var = tl.load(running_var + c, mask=c < channels, other=0.0)

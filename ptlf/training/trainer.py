@@ -187,7 +187,7 @@ class Trainer:
                 yield
 
     def keep_views(self, indices: np.ndarray, phase: Phase = silent) -> None:
-        """Keep the outputs of a frozen prefix that all of a step shares for `training.keep_views` views of each image."""
+        """Keep the outputs of a frozen prefix that all of a step shares for `training.keep_views` views per image."""
         prefix, sharing = self.model.prefix, len(self.model.sharing) == len(self.teachers())
         if not self.config.keep_views or prefix is None or not sharing or self.method.memory is not None:
             self.kept = None
