@@ -1,7 +1,6 @@
-"""Encoders of other libraries: `timm:NAME`, `torchvision:NAME`, `hf:FOLDER`, and Hugging Face models given as they are.
+"""Encoders of other libraries, without their classifiers: `timm:NAME`, `torchvision:NAME`, `hf:FOLDER`.
 
-Their classifiers are left out. Weights are random, but for a Hugging Face folder that holds some, and with
-`--encoder.pretrained`, which has timm or torchvision load theirs.
+Weights are random, but for a Hugging Face folder that holds some, and with `--encoder.pretrained`.
 """
 
 import json

@@ -75,11 +75,10 @@ class Freezer:
         self._patched: dict[nn.Module, ForwardPatch] = {}
         self._frozen: dict[str, _Frozen] = {}
         self._check_unfrozen()
-        seen = trace(module, example) if units is None or save_memory else Trace([])
-        self.units = list(seen.units if units is None else units)
+        self._trace = trace(module, example) if units is None or save_memory else Trace([])
+        self.units = list(self._trace.units if units is None else units)
         self.ratios: Mapping[str, float] = {}
         self.saved: dict[str, int] = {}
-        self._foldable, self._relus = seen.foldable, seen.relus
         # Kept after a thaw: compiled code is reused only if it finds the same patch object again.
         self._patches: dict[tuple[Any, ...], ForwardPatch] = {}
 
@@ -243,7 +242,7 @@ class Freezer:
         for parametrization in itertools.chain(*computed):  # in train mode spectral_norm updates its buffers
             self._patch(record, parametrization, EvalMode)
         patched = self.save_memory and kernels.is_plain_layer(layer)
-        fold = patched and not self.batch_statistics and unit.name in self._foldable
+        fold = patched and not self.batch_statistics and unit.name in self._trace.foldable
         # A shard (of fully_shard) holds only a part of the weight between forwards.
         fold = fold and kernels.is_plain_batch_norm(norm) and not hasattr(layer.weight, "full_tensor")
         # PyTorch itself keeps no input for a linear layer's frozen weight: without a norm there is nothing to gain.
@@ -278,7 +277,7 @@ class Freezer:
 
     def _mask(self) -> None:
         """Masked ReLUs are those whose output no trainable layer saves: it would keep the output beside the mask."""
-        for relu, keepers in self._relus.items() if self.save_memory else ():
+        for relu, keepers in self._trace.relus.items() if self.save_memory else ():
             masked = bool(self._frozen) and keepers <= self._frozen.keys()
             if masked and replaced_forward(relu) is None:
                 self._patch(None, relu, MaskedReLU)
@@ -291,9 +290,7 @@ class Freezer:
         if module in self._patched:
             return
         key = (kind, module, *arguments)
-        if key not in self._patches:
-            self._patches[key] = kind(module, *arguments)
-        self._patched[module] = self._patches[key]
+        self._patched[module] = self._patches[key] = self._patches.get(key) or kind(module, *arguments)
         self._patched[module].attach()
 
     @contextmanager

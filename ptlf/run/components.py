@@ -22,7 +22,7 @@ from ptlf.run.config import Config
 from ptlf.run.folder import START
 from ptlf.stream import Stream
 from ptlf.stream.images import find_images, open_images
-from ptlf.stream.loading import Sources
+from ptlf.stream.loading import image_sources
 from ptlf.stream.pack import data_root
 from ptlf.stream.packing import labelled_dataset, sample_images
 from ptlf.stream.task import single_task_stream
@@ -48,7 +48,7 @@ class Components:
         self.device = device = processes.local_device(build.choose_device(config.device))
         if device.type == "cuda" and device.index is not None:
             torch.cuda.set_device(device)  # streams, graphs and Triton kernels use the current device
-        self.random, sources = Randomness(config.seed), Sources(device, config.stream.resident)
+        self.random, sources = Randomness(config.seed), image_sources(device, config.stream.resident)
         self.view_size = size = config.views.size or stream.size
         root = data_root(config.data_root)
         if config.memory.images and not (folder and (folder / "config.yaml").exists()):

@@ -26,7 +26,7 @@ class StopSignals:
     """Inside, the first SIGINT or SIGTERM only sets `stop_signal`; a second SIGINT raises KeyboardInterrupt."""
 
     def __init__(self, active: bool = True, tell: bool = True) -> None:
-        """active: False leaves the signal handlers alone. tell: confirm the signal on stderr."""
+        """active: False leaves the handlers alone. tell: confirm the signal on stderr."""
         self.active, self.tell = active, tell
         self.stop_signal: int | None = None
         self._before: dict[int, Any] = {}
