@@ -1,8 +1,7 @@
 """Distributed runs: rank, world size and collective operations. Without a process group every call is a no-op.
 
-All processes draw the same global batch; each computes on its rows, `shard(rows)`. CPU tensors are exchanged with gloo,
-CUDA tensors with NCCL. Collectives of a training step have fixed shapes and never wait for the host, so that a CUDA
-graph can record them. A group of one process does all its collectives too; they change no value.
+All processes draw the same global batch; each computes on its rows, `shard(rows)`. Collectives of a training step have
+fixed shapes and never wait for the host, so that a CUDA graph can record them. A group of one process does them too.
 """
 
 import os

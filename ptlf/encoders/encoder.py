@@ -1,11 +1,10 @@
 """The encoder's contract: an `nn.Module` that maps images (B, 3, H, W) to vectors (B, feature_dim).
 
-Any module that does so is an encoder; `feature_dim` is read from its attribute of that name or found by one forward.
-Attributes that it may have:
+Any module that does so is an encoder. Attributes that it may have:
 
+feature_dim: else it is found by one forward.
 rowwise: no image's vector depends on the other images of the batch, so that all views may be one batch.
-normalisation: mean and standard deviation of its inputs, three numbers each, in place of the views' own. Pixels are
-    from 0 to 1. The settings `encoder.mean` and `encoder.std` set it.
+normalisation: mean and std of its inputs (pixels from 0 to 1), three numbers each, in place of the views' own.
 """
 
 import inspect

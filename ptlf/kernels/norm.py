@@ -1,7 +1,6 @@
 """Batch norm, residual sum and ReLU in training, with as few passes over memory as possible; heads that run on them.
 
-Where processes share the batch, the statistics of a norm are those of all rows of all processes: means and variances
-are gathered in forward, the two sums of the gradient are added up in backward. Each is one small exchange.
+Processes that share a batch exchange means and variances in forward, and the two sums of the gradient in backward.
 """
 
 from collections.abc import Sequence

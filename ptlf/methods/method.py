@@ -1,8 +1,7 @@
 """The method's contract: how forgetting is fought. It returns losses; the trainer owns the optimizer.
 
-The moments, in order: `begin_task`, then per step `draw` (host randomness), `mix` (what the loss sees), `losses`,
-`after_backward` (before the optimizer's step), `remember` (after it), and `end_task`. Its parameters are trained with
-the model's. All that a resumed run needs is in its `state_dict`; `begin_task` is not called again for a resumed task.
+The moments, in order: `begin_task`, per step `draw`, `mix`, `losses`, `after_backward`, `remember`, then `end_task`.
+Its parameters train with the model's. Its `state_dict` has all that a resumed task needs, without `begin_task`.
 """
 
 from collections.abc import Iterator

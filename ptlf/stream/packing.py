@@ -169,10 +169,8 @@ def pack_folder(
 ) -> Pack:
     """Pack a folder of images: `train/NAME/...` (and `test/` or `val/`), or `NAME/...` directly.
 
-    There is one folder per class or per task, with files at any depth; hidden files (".x") and such as notes.txt are
-    left out. `names` selects and orders the folders. If there is no test folder, `test_fraction` holds out evenly
-    spaced files of each class.
-    options: of `PackOptions`.
+    There is one folder per class or task, with files at any depth, of which hidden ones and such as notes.txt are left
+    out. `names` selects and orders the folders. options: of `PackOptions`.
     """
     source, target, packing = Path(source), Path(root) / name, PackOptions(**options)
     check_name(name)

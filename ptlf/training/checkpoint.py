@@ -1,7 +1,6 @@
 """Checkpoints: the state from which a run continues bit for bit. Written atomically, by a thread, without pickle.
 
-A file is one line with the SHA-256 of the rest, followed by safetensors data: the tensors by name, and all other values
-as JSON in the metadata.
+A file is a line with the SHA-256 of the rest, and safetensors data: tensors, and all else as JSON in the metadata.
 """
 
 import hashlib

@@ -1,8 +1,7 @@
 """View, the settings of one augmentation, computed on the device from uint8 images and a row of uniforms per image.
 
-Shapes are static and no value is read on the host, so the code runs eagerly, compiled, or in a CUDA graph. Order: crop,
-flip, colour jitter, grey, blur, solarise, normalise. Values stay float32 after the crop; a Pillow pipeline would round
-to 8 bits between steps.
+Shapes are static and no value is read on the host, so the code runs eagerly, compiled, or in a CUDA graph. Values stay
+float32 after the crop; a Pillow pipeline would round to 8 bits between steps.
 """
 
 import math
@@ -157,8 +156,7 @@ def crop(images: Tensor, u: Tensor, view: View, size: int) -> Tensor:
 def crop_boxes(u: Tensor, height: int, width: int, scale: Pair, ratio: Pair) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """top, left, height, width of each crop: (B,) integers as floats.
 
-    Like torchvision's RandomResizedCrop: the first of ten attempts that fits into the image, else the largest centred
-    crop with an allowed aspect ratio.
+    Like torchvision's RandomResizedCrop: the first of ten attempts that fits, else the largest centred allowed crop.
     """
     area = height * width * (scale[0] + (scale[1] - scale[0]) * u[:, :ATTEMPTS])
     log_low, log_high = math.log(ratio[0]), math.log(ratio[1])
