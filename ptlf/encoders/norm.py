@@ -19,10 +19,7 @@ class DistributedConfig:
 
 
 class ViewBatchNorm2d(nn.BatchNorm2d):
-    """In training, splits the batch into `views` equal parts and normalises each by its own statistics.
-
-    Outputs and running statistics are the same as with one forward pass per view.
-    """
+    """In training, the same as a forward for each of `views` equal parts of the batch, with statistics of their own."""
 
     views = 1
 
@@ -58,10 +55,7 @@ def is_usual(norm: nn.modules.batchnorm._BatchNorm) -> bool:
 
 
 class SharedStatistics(nn.modules.batchnorm._BatchNorm):
-    """BatchNorm over the batch of all processes, which have shares of equal size. One exchange in each direction.
-
-    Each of `views` is normalised by its own statistics. They update the running ones in order.
-    """
+    """BatchNorm over the batch of all processes, in equal shares; each of `views` by its own statistics, in order."""
 
     views = 1
 

@@ -211,8 +211,8 @@ class Saving:
 class BackwardSavings:
     """Share of the backward that freezing saves, in [0, 1]: the mean of its share of the cost and of the bytes.
 
-    Units in data order, which stands in for the graph. A trainable unit pays for its weight gradient and keeps its
-    bytes. Every unit behind the first trainable one pays for its input gradient, which nothing before it needs.
+    Units in data order. A trainable unit pays for its weight gradient and keeps its bytes. Every unit behind the first
+    trainable one pays for its input gradient.
     """
 
     def __init__(self, savings: Sequence[Saving]) -> None:

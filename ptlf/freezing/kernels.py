@@ -1,8 +1,5 @@
-"""Replacement forwards for frozen layers, norms and ReLUs, with which autograd saves only what backward needs.
-
-A frozen convolution needs its weight, not its input. A frozen BatchNorm on running statistics is an affine map, which
-is folded into the layer before it. A ReLU needs one bit per element if nothing else saves its output.
-"""
+"""Replacement forwards for frozen layers, norms and ReLUs, with which autograd saves only what backward needs: of a
+convolution its weight; nothing of a BatchNorm, which is folded into its layer; of a ReLU one bit per element."""
 
 import math
 from collections.abc import Callable, Sequence

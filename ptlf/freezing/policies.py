@@ -108,9 +108,8 @@ class CostAware(Policy[CostAwareConfig]):
     """Highest ratio ** sharpness * saving first, one unit after the other.
 
     The saving of a unit is what `BackwardSavings` gains by it, given what is frozen already. The first units may save
-    little alone and much together, so they are also looked at together, as many as there is room for: the first of them
-    freezes if they save more, per unit, than any unit alone. Ratios lie close together (0.8 to 1 in a trained
-    ResNet-18) while savings differ by a factor of ten, hence the power.
+    much together only: the first of them freezes if they save more, per unit, than any unit alone. Ratios lie close
+    together (0.8 to 1 in a trained ResNet-18) while savings differ by a factor of ten, hence the power.
     """
 
     Config = CostAwareConfig

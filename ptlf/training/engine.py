@@ -70,7 +70,7 @@ class Engine:
 
     @contextmanager
     def arithmetic(self) -> Iterator[None]:
-        """Backend flags for a step and for parts of it that run separately: deterministic cuDNN algorithms."""
+        """Backend flags for a step and for its parts: deterministic cuDNN algorithms."""
         before = torch.backends.cudnn.deterministic
         torch.backends.cudnn.deterministic = True
         try:

@@ -159,11 +159,8 @@ def _adapted(params: list[Tensor], gradients: list[Tensor], group: dict[str, Any
 
 @torch.no_grad()
 def prepare_state(rule: type[UpdateRule], optimizer: Optimizer, kept: dict[Tensor, State]) -> bool:
-    """Give parameters that train and have no state their first one, before a step that may be captured: the rate is a
-    tensor. Returns whether all of them have one.
-
-    kept: the state every parameter had. After a thaw it starts again in the same tensors, to which a graph writes.
-    """
+    """Give parameters that train their first state, before a step that may be captured: the rate is a tensor. Returns
+    whether all have one. kept: the state of every parameter, whose tensors a graph writes to, also after a thaw."""
     complete = True
     for group in optimizer.param_groups:
         trained = [p for p in group["params"] if p.requires_grad] if isinstance(group["lr"], Tensor) else []
