@@ -28,19 +28,7 @@ from ptlf.run.loop import Run
 from ptlf.run.results import epoch_lines
 from ptlf.run.snapshots import Snapshots
 from ptlf.training import checkpoint, cost
-from ptlf.training.checkpoint import (
-    MAGIC,
-    CheckpointConfig,
-    Checkpoints,
-    DamagedCheckpoint,
-    HostCopy,
-    Position,
-    first_line,
-    load_optimizer_state,
-    optimizer_state,
-    read_checkpoint,
-    write_checkpoint,
-)
+from ptlf.training.checkpoint import CheckpointConfig, Checkpoints, HostCopy, Position, write_checkpoint
 from ptlf.training.optimizers import OPTIMIZERS, UpdateRule
 from ptlf.training.process import Stopped
 from ptlf.training.trainer import EpochState
@@ -54,7 +42,7 @@ def state(number: int = 0) -> dict:
 
 def through_a_file(state: dict, path: Path) -> dict:
     write_checkpoint(path, HostCopy(state))
-    return read_checkpoint(path)
+    return checkpoint.read_checkpoint(path)
 
 
 def tensors_in_file(path: Path) -> dict[str, torch.Tensor]:
@@ -266,10 +254,10 @@ def test_a_hostile_file_runs_nothing(tmp_path) -> None:
         pickle.loads(pickle.dumps(Payload(tmp_path)))
     torch.save({"state": Payload(mark)}, tmp_path / "saved.pt")
     for payload in (pickle.dumps(Payload(mark)), (tmp_path / "saved.pt").read_bytes()):
-        for data in (payload, first_line(payload) + payload, MAGIC + payload):
+        for data in (payload, checkpoint.first_line(payload) + payload, checkpoint.MAGIC + payload):
             path.write_bytes(data)
-            with pytest.raises((DamagedCheckpoint, SafetensorError)):
-                read_checkpoint(path)
+            with pytest.raises((checkpoint.DamagedCheckpoint, SafetensorError)):
+                checkpoint.read_checkpoint(path)
     assert not mark.exists()
 
 
@@ -283,8 +271,8 @@ def test_optimizer_state_keeps_values_and_layout(tmp_path, momentum: float) -> N
     optimizer.step()
     before = {p: dict(values) for p, values in optimizer.state.items()}
     names = {parameter: name for name, parameter in model.named_parameters()}
-    stored = through_a_file(optimizer_state(optimizer, names), tmp_path / "x")
-    load_optimizer_state(optimizer, stored, names)
+    stored = through_a_file(checkpoint.optimizer_state(optimizer, names), tmp_path / "x")
+    checkpoint.load_optimizer_state(optimizer, stored, names)
     assert optimizer.state.keys() == before.keys()
     for parameter, values in before.items():
         for name, value in values.items():
@@ -323,12 +311,12 @@ def test_what_an_optimizer_keeps_in_its_groups_is_kept(tmp_path) -> None:
     first, second = (Slowing(layer.parameters(), lr) for layer, lr in zip(layers, (0.1, 0.2), strict=True))
     names = [{parameter: name for name, parameter in layer.named_parameters()} for layer in layers]
     first.step()
-    stored = through_a_file(optimizer_state(first, names[0]), tmp_path / "x")
+    stored = through_a_file(checkpoint.optimizer_state(first, names[0]), tmp_path / "x")
     assert stored["optimizer_groups"] == [{"k": 1, "d": torch.tensor(0.5), "last": torch.tensor(0.5)}]
     read_by_a_graph = second.param_groups[0]["d"]
     second.param_groups[0]["fused"] = True  # on another device it may be
     for state in (stored, {"optimizer": {}}):  # an older checkpoint has no groups
-        load_optimizer_state(second, state, names[1])
+        checkpoint.load_optimizer_state(second, state, names[1])
         loaded = {name: value for name, value in second.param_groups[0].items() if name != "params"}
         assert loaded == {"lr": 0.2, "betas": (0.9, 0.99), "fused": True, "k": 1, "d": 0.5, "last": 0.5}
         assert second.param_groups[0]["d"] is read_by_a_graph
