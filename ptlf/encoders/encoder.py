@@ -21,13 +21,9 @@ from ptlf.core.settings import Presets, key
 
 @dataclass
 class EncoderConfig:
-    name: str = key(
-        "resnet18", "architecture (see `ptlf list encoders`); also timm:NAME, torchvision:NAME, hf:FOLDER, onnx:FILE"
-    )
+    name: str = key("resnet18", "one of `ptlf list encoders`, timm:NAME, torchvision:NAME, hf:FOLDER or onnx:FILE")
     weights: str | None = key(None, "a run, safetensors file or state_dict to start from; null = random weights")
-    mean: list[float] | None = key(
-        None, "its inputs' mean per channel, pixels from 0 to 1; null = its own or the views'"
-    )
+    mean: list[float] | None = key(None, "its inputs' mean by channel, pixels in 0..1; null = its own or the views'")
     std: list[float] | None = key(None, "their standard deviation per channel")
 
     def __post_init__(self) -> None:

@@ -12,9 +12,7 @@ from ptlf.encoders.encoder import EncoderEntry, SizedConfig
 
 @dataclass
 class ViTConfig(SizedConfig):
-    patch: int | None = key(
-        None, "side of a patch in pixels; null = the largest of 16, 8, 4 ... with 8 on a side", ge=1
-    )
+    patch: int | None = key(None, "side of a patch in pixels; null = largest of 16, 8, 4 ... with 8 on a side", ge=1)
     width: int | None = key(None, "length of a token; null = the network's own", ge=1)
     depth: int | None = key(None, "number of blocks; null = the network's own", ge=1)
     heads: int | None = key(None, "attention heads of a block; null = one for every 64 of the width", ge=1)

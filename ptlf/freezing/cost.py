@@ -184,9 +184,7 @@ def state_bytes(optimizer: Optimizer, parameters: Sequence[Tensor]) -> int:
         new = [parameter for parameter in group["params"] if parameter in wanted and not optimizer.state.get(parameter)]
         if not new:
             continue
-        stand_ins = [
-            nn.Parameter(torch.ones([min(2, n) for n in p.shape], dtype=p.dtype, device=p.device)) for p in new
-        ]
+        stand_ins = [nn.Parameter(p.new_ones([min(2, n) for n in p.shape])) for p in new]
         for stand_in in stand_ins:
             stand_in.grad = torch.ones_like(stand_in)
         twin = copy.copy(optimizer)

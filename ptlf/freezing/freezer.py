@@ -308,9 +308,7 @@ class Freezer:
                 optimizer.state.clear()
                 optimizer.state.update(state)
 
-    def _cost(
-        self, example: Any, loss: Loss | None, names: Sequence[str] = (), *, backward: bool = True
-    ) -> CostEstimate:
+    def _cost(self, example: Any, loss: Loss | None, names: Selector = (), *, backward: bool = True) -> CostEstimate:
         """With the units of these names frozen too."""
         with self.temporarily_frozen(names):
             for patch in self._layers():  # not among fake tensors, which have no values

@@ -98,9 +98,7 @@ class Never(Policy[PolicyConfig]):
 @dataclass
 class CostAwareConfig(PolicyConfig):
     name: str = "cost_aware"
-    sharpness: float = field(
-        default=8.0, metadata={"about": "how much ratios count beside savings; 0 = not at all", "ge": 0}
-    )
+    sharpness: float = field(default=8.0, metadata={"about": "how much ratios count beside savings; 0 = none", "ge": 0})
     savings: str = field(default="flops", metadata={"about": "what is counted as saved", "choices": ("flops",)})
 
 

@@ -182,7 +182,8 @@ class Ownership:
                     waiting.append(before)
                 self.consumers[before].append(node)
         bare = {node for leaf, node in self.leaves.items() if isinstance(leaf, nn.Parameter)}
-        self.inner = sorted((node for node in self.consumers if not is_leaf(node)), key=age)
+        # An operation comes after those it depends on.
+        self.inner = sorted((n for n in self.consumers if not is_leaf(n)), key=lambda n: n._sequence_nr())  # type: ignore[attr-defined]
         leaves = list(self.leaves.values())
         self.has_data = {node: node not in bare for node in leaves}
         self.last_before = dict.fromkeys(leaves, -1)  # greatest index of a unit that the result depends on
@@ -251,8 +252,3 @@ def node_inputs(node: Node) -> list[Node]:
 
 def is_leaf(node: Node) -> bool:
     return node.name() == "torch::autograd::AccumulateGrad"
-
-
-def age(node: Node) -> int:
-    """Position in the forward: an operation comes after those it depends on."""
-    return node._sequence_nr()  # type: ignore[attr-defined, no-any-return]

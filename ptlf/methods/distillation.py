@@ -95,12 +95,8 @@ class PFR(Cassle):
 @dataclass
 class AnchorConfig(MethodConfig):
     name: str = "anchor"
-    weight: float = key(
-        0.1, "strongest pull of the anchor on a feature vector, as a share of the objective's pull", ge=0
-    )
-    teacher: str = key(
-        "previous", "the earlier encoder: the last task's, or the given one in all tasks", choices=("previous", "given")
-    )
+    weight: float = key(0.1, "strongest pull on a feature vector, as a share of the objective's pull", ge=0)
+    teacher: str = key("previous", "the last task's encoder, or always the given one", choices=("previous", "given"))
 
 
 class Anchor(Method[AnchorConfig]):

@@ -58,12 +58,10 @@ class SquareBatch(NamedTuple):
     problems: list[tuple[str, str]]  # name and reason
 
 
-def decode_squares(
-    images: ImageSplit, size: int, fit: Fit = "crop", workers: int | None = None
-) -> Iterator[SquareBatch]:
+def decode_squares(part: ImageSplit, size: int, fit: Fit = "crop", workers: int | None = None) -> Iterator[SquareBatch]:
     """Batches of squares, in order. Threads suffice: Pillow decodes and resizes outside Python's lock."""
     step = min(BATCH, max(1, BATCH_BYTES // (size * size * 3)))
-    rows = iter(images.read())
+    rows = iter(part.read())
 
     def attempt(row: Row) -> np.ndarray | BadImage:
         try:

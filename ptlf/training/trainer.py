@@ -42,16 +42,10 @@ class TrainingConfig:
     batch: int = key(256, "images per step, of all processes (each gives two views)", ge=2)
     optimizer: OptimizerConfig = section(OptimizerConfig, family=OPTIMIZERS)
     epochs: int = key(200, "passes over each task's images", ge=1)
-    keep_views: int = key(
-        0,
-        "views per image whose outputs of a frozen prefix are kept for a task (CPU); 0 = new views in every step",
-        ge=0,
-    )
+    keep_views: int = key(0, "views per image kept behind a frozen prefix (CPU); 0 = new ones in every step", ge=0)
     clip: float | None = key(None, "greatest norm of a step's gradient, of all parameters; null = any", gt=0)
     last_batch: str = key("use", "what to do with an epoch's last, smaller batch", choices=("use", "drop"))
-    precision: str = key(
-        "auto", "arithmetic of the encoder; auto = bf16 if the GPU has it", choices=("auto", "fp32", "bf16")
-    )
+    precision: str = key("auto", "encoder's arithmetic; auto = bf16 if the GPU can", choices=("auto", "fp32", "bf16"))
     channels_last: bool | None = key(None, "memory layout of images and convolutions; null = on a GPU")
     engine: str = key("auto", "how the step is run; auto = captured on a GPU, else eager", choices=ENGINES)
 
