@@ -397,12 +397,10 @@ def test_every_member_resumes_bit_exactly(tiny, tmp_path, row: str) -> None:
     assert {name for each in ROWS for name in each.split()} == {*OBJECTIVES, *METHODS, *OPTIMIZERS}
     objective, method, optimizer = row.split()
     policy = "ascending" if METHODS[method].freezable else "none"
-    config = tiny(
-        f"digits/{objective}/finetune", method__name=method, training__optimizer=optimizer, freezing__policy=policy,
-        freezing__final=0.67, encoder__name=f"conftest:tiny_{'resnet' if method == 'pnn' else 'encoder'}",
-        stream__per_class=48, training__batch=32,
-    )  # fmt: skip
-    assert_resumes(config, tmp_path, 2, -3)
+    settings = {"method__name": method, "training__optimizer": optimizer, "stream__per_class": 48}
+    settings |= {"freezing__policy": policy, "freezing__final": 0.67, "training__batch": 32}
+    settings |= {"encoder__name": "conftest:tiny_resnet"} if method == "pnn" else {}
+    assert_resumes(tiny(f"digits/{objective}/finetune", **settings), tmp_path, 2, -3)
 
 
 def test_every_step_is_a_place_to_go_on_from(tiny, tmp_path) -> None:
@@ -426,9 +424,8 @@ def test_dropout_goes_on_where_it_was(tiny, tmp_path) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("engine", ["eager", "captured"])
 def test_a_gpu_run_goes_on_to_the_same_decisions(tiny, tmp_path, engine: str) -> None:
-    config = tiny(
-        "digits/simsiam/ptlf", device="cuda", freezing__final=0.67, training__epochs=3, training__engine=engine
-    )
+    settings = {"device": "cuda", "freezing__final": 0.67, "training__epochs": 3, "training__engine": engine}
+    config = tiny("digits/simsiam/ptlf", **settings)
     alone = Run(config, tmp_path / "alone").train()
     stopped = stop_and_go_on(config, tmp_path / "stopped", 4, 7, 3)
     assert [entry["order"] for entry in stopped["freezing"]] == [entry["order"] for entry in alone["freezing"]]
@@ -446,10 +443,8 @@ def test_metrics_beyond_the_checkpoint_are_dropped(tiny, tmp_path) -> None:
     results = json.loads((tmp_path / "run" / "results.json").read_text())
     (tmp_path / "run" / "results.json").write_text(json.dumps({**results, "status": "running"}))
     Run(config, tmp_path / "run").train(resume=True)
-    lines = [
-        [lasting(json.loads(line)) for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
-        for name in ("alone", "run")
-    ]
+    texts = [(tmp_path / name / "metrics.jsonl").read_text() for name in ("alone", "run")]
+    lines = [[lasting(json.loads(line)) for line in text.splitlines()] for text in texts]
     assert lines[0] == lines[1]
 
 

@@ -1,8 +1,8 @@
 import copy
 import dataclasses
-import functools
 import gc
 import weakref
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -200,9 +200,8 @@ def test_what_auto_means(monkeypatch) -> None:
     """Not where PyTorch would emulate it, as on a T4."""
     gpu = torch.device("cuda")
     for native, expected in ((True, torch.bfloat16), (False, torch.float32)):
-        monkeypatch.setattr(
-            torch.cuda, "is_bf16_supported", lambda including_emulation=True, n=native: including_emulation or n
-        )
+        supported = partial(lambda native, including_emulation=True: including_emulation or native, native)
+        monkeypatch.setattr(torch.cuda, "is_bf16_supported", supported)
         assert engine.choose_dtype("auto", gpu) is expected, native
     assert engine.choose_dtype("auto", CPU) is engine.choose_dtype("fp32", gpu) is torch.float32
     assert engine.choose_dtype("bf16", gpu) is engine.choose_dtype("bf16", CPU) is torch.bfloat16
@@ -577,10 +576,9 @@ def test_every_objective_and_method_can_be_captured(tiny, objective: str, method
     settings |= {"stream__groups": [[0, 1], [2, 3], [4, 5]], "training__last_batch": "drop"}
     if method == "pnn":
         settings["encoder__name"] = "resnet18-mini"
-    runs = [
-        Run(tiny(f"digits/{objective}/finetune", **settings, training__engine=kind, training__precision="fp32"))
-        for kind in ("eager", "captured")
-    ]
+    settings["training__precision"] = "fp32"
+    kinds = ("eager", "captured")
+    runs = [Run(tiny(f"digits/{objective}/finetune", **settings, training__engine=kind)) for kind in kinds]
     eager, captured = [[line["loss"] for line in epoch_lines(run.train())] for run in runs]
     for a, b in zip(eager, captured, strict=True):
         assert a == pytest.approx(b, rel=0.05, abs=0.05)
@@ -604,7 +602,7 @@ def test_a_set_that_freezes_again_is_replayed_and_right(tiny, optimizer: str) ->
         return plain(*given)
 
     for name in ("uncaptured", "capture"):
-        setattr(kept.trainer.engine, name, functools.partial(noted, getattr(kept.trainer.engine, name)))
+        setattr(kept.trainer.engine, name, partial(noted, getattr(kept.trainer.engine, name)))
     rebuild = anew.trainer.engine.rebuild
     anew.trainer.engine.rebuild = lambda *given: anew.trainer.engine.kept.clear() or rebuild(*given)
     for run in (kept, anew):
