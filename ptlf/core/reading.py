@@ -114,8 +114,7 @@ def recordable(value: float) -> bool:
 
 
 class Loader(yaml.SafeLoader):
-    """YAML's plain values, but text stays as it was typed unless it is a number or a truth value in the one way that
-    Python and JSON write it: 010, 12:30, 1_000, 1e-3, yes and dates are text. Settings read their numbers from text."""
+    """YAML's plain values, but what Python and JSON write otherwise, such as 010, 12:30, 1e-3 or yes, is text."""
 
     def construct_plain(self, node: yaml.ScalarNode) -> Any:
         for make in (int, float, {"true": True, "false": False}.__getitem__):

@@ -46,8 +46,7 @@ class Weights:
 
 
 def load_weights(encoder: nn.Module, path: Path) -> Weights:
-    """Load the file into the encoder. A missing final classifier is fine, and so are parts that the encoder does not
-    have, such as a classifier or heads; weights of another architecture are refused."""
+    """Load the file into the encoder. A final classifier may be missing, and heads be too many."""
     file = find_file(path)
     read = read_tensors(file)
     own = {name: value for name, value in encoder.state_dict().items() if isinstance(value, Tensor)}
@@ -95,8 +94,7 @@ def find_file(path: Path) -> Path:
 
 
 def stored_encoder(path: Path) -> dict[str, Any] | None:
-    """Settings of the encoder whose weights are in a run's or an exported folder, or its file, and its normalisation.
-    None for other files, and for an encoder that a method made of another one."""
+    """Settings and normalisation of the encoder in a run's or an exported folder or file; None for other files."""
     try:
         with safe_open(find_file(path), "pt") as file:
             card = json.loads((file.metadata() or {}).get(KEY, "null"))

@@ -127,8 +127,7 @@ def step_cost(
 ) -> CostEstimate:
     """Cost of a step on `example`, in the module's current mode and autocast, which is left unchanged.
 
-    The step runs on fake tensors, which have shapes and no memory: nothing is copied, and a backward may be pending.
-    A module that they cannot run (its forward looks at values) runs for real, and its tensors are copied.
+    The step runs on fake tensors, without memory, or for real if the forward looks at values: then tensors are copied.
 
     loss: by default the sum of all outputs. backward: whether to count its FLOPs.
     """

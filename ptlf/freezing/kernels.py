@@ -20,8 +20,7 @@ STANDARD_FORWARDS: set[Callable[..., Any]] = {nn.BatchNorm2d.forward, nn.SyncBat
 
 
 class _FrozenConv2d(torch.autograd.Function):
-    """conv2d that saves only the weight. Its backward, a transposed convolution, is faster than `convolution_backward`
-    with a dummy input, for which cuDNN would convert a channels-last gradient."""
+    """conv2d that saves only the weight. `convolution_backward` with a dummy input is slower in channels-last."""
 
     @staticmethod
     def forward(
@@ -145,8 +144,8 @@ class ForwardPatch:
 class FrozenLayer(ForwardPatch):
     """Forward of a frozen convolution or linear layer; `norm`, if given, is folded in.
 
-    The folded tensors are neither parameters nor buffers. They are made again when a state_dict is loaded and, by eager
-    code, if a source tensor has changed. After a thaw they keep their memory: a captured graph may still read it.
+    The folded tensors are made again when a state_dict is loaded and, by eager code, if a source tensor has changed.
+    After a thaw they keep their memory: a captured graph may still read it.
     """
 
     module: PlainLayer

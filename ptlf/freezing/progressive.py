@@ -95,7 +95,7 @@ class ProgressiveFreezing:
             self.log[-1].setdefault("ratios_by_epoch", {})[str(epoch + 1)] = dict(self.context.ratios)
 
     def log_directions(self, directions: Mapping[str, int]) -> None:
-        """How many singular vectors the ratios were computed with, by unit. Those of the task's start stay."""
+        """How many singular vectors were kept, by unit. Those of the task's start stay."""
         self.log[-1]["directions"] = {**directions, **self.log[-1].get("directions", {})}
 
     def state_dict(self) -> dict[str, Any]:

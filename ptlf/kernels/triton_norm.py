@@ -195,12 +195,8 @@ def _coefficients(
     partial, sums, mean, inv_std, weight, coefficients, grad_weight, grad_bias, rows, channels, parts, processes,
     VIEWS: tl.constexpr, SHARED: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
-    """a, b, d of every view and channel: the input gradient is a * gradient + b * input + d. Also the gradients of the
-    norm's weight and bias.
-
-    SHARED: a, b, d are of the sums over all processes, (views, 2, C). The gradients of weight and bias are of this
-    process's rows: they are averaged with all others.
-    """
+    """a, b, d of every view and channel: the input gradient is a * gradient + b * input + d. SHARED: of the sums over
+    all processes, (views, 2, C). The gradients of the norm's weight and bias are of this process's rows."""
     c = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)
     factor = tl.load(weight + c, mask=c < channels, other=0.0)
     weights = tl.zeros((BLOCK_C,), tl.float32)

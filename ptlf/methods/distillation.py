@@ -102,8 +102,7 @@ class AnchorConfig(MethodConfig):
 class Anchor(Method[AnchorConfig]):
     """Anchor: features stay near those of the encoder that the run began with, or of the last task's.
 
-    They are held by negative cosine. The objective's loss has units of its own, so the anchor's weight is relative: it
-    follows the size of the objective's gradient at the features. The teacher runs in eval mode.
+    They are held by negative cosine. The weight is relative to the size of the objective's gradient at the features.
     """
 
     Config = AnchorConfig

@@ -207,8 +207,7 @@ def check_watched(folder: Path) -> None:
 
 
 def settled(folder: Path, settle: float, now: float, known: Collection[str] = ()) -> list[Path]:
-    """Subfolders with images in which nothing has changed for `settle` seconds before `now`, oldest first. known: paths
-    to leave out. A folder is as old as its oldest image. A copy that keeps dates is a change too."""
+    """Subfolders but `known` in which nothing changed for `settle` seconds before `now`, the oldest image's first."""
     check_watched(folder)
     found = []
     for name in subfolders(folder):

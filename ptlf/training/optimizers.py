@@ -36,8 +36,7 @@ class UpdateRule(Generic[C]):
 
     @staticmethod
     def first_state(group: dict[str, Any], parameter: Tensor) -> State | None:
-        """The state that the parameter's first step starts from, by the names in `Optimizer.state`: a captured step can
-        be replayed after a freeze and a thaw. None = unknown: after every freeze it is captured again."""
+        """What the parameter's first step starts from. None = unknown: after a freeze, steps are captured again."""
         return None
 
 

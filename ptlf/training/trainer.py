@@ -243,8 +243,7 @@ class Trainer:
     def load(
         self, chosen: Tensor, generator: torch.Generator, draws: Mapping[str, Tensor], images: Tensor | None = None
     ) -> Batch:
-        """The images with these indices (this process's share may be there already), on the device, and the labels and
-        the step's randomness, on the host: each process draws for all images, and takes its share."""
+        """The images with these indices on the device, labels and randomness on the host: this process's share."""
         mine = processes.shard(len(chosen))
         images = self.source.gather(chosen[mine]) if images is None else images
         uniforms = draw(len(chosen), generator, len(self.view_specs))[:, mine]
@@ -296,11 +295,11 @@ class Trainer:
     def sample_gradients(
         self, indices: np.ndarray, generator: torch.Generator, weights: Sequence[Tensor]
     ) -> list[Tensor | None]:
-        """Of the objective on a random batch of these images, unmixed; None for a weight that has no part in it. Other
-        encoders than our ResNets run uncaptured: their weights may be computed from others."""
+        """Of the objective on a random batch of these images, unmixed; None for a weight that has no part in it."""
         self.sampled = weights
         chosen = torch.from_numpy(indices)[torch.randperm(len(indices), generator=generator)[: self.config.batch]]
         batch = self.load(chosen, generator, {})
+        # The weights of other encoders may be computed from others: they run uncaptured.
         found = self.engine(batch) if can_fuse(self.model.encoder) else self.body(batch.to(self.device))
         return [found.get(str(number)) for number in range(len(weights))]
 

@@ -189,8 +189,7 @@ def resample_matrix(
 ) -> Tensor:
     """(B, size_out, size_in) weights that resize the pixels [start, start + length) to size_out, mirrored where `flip`.
 
-    Pillow's weights for a crop followed by a resize: half-pixel centres, a kernel widened when shrinking, no pixels
-    from outside the crop, rows that sum to 1. Rows outside the image, where it is padded, are 0.
+    Pillow's weights for a crop followed by a resize. Rows outside the image, where it is padded, are 0.
     """
     step = (length / size_out)[:, None, None]
     position = torch.arange(size_out, device=start.device, dtype=torch.float32)[None]  # (B or 1, size_out)
@@ -239,8 +238,7 @@ def jitter_order(order: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def jitter_in_order(x: Tensor, factors: Tensor, shift: Tensor | None, hue_position: Tensor, kinds: Tensor) -> Tensor:
-    """factors (B, 3) by kind, shift (B,) in turns. So that shapes are static, all three blends run before and after the
-    one hue shift, and each has factor 1, which changes nothing, on one of the two sides."""
+    """factors (B, 3) by kind, shift (B,) in turns. For static shapes all blends run on both sides of the hue shift."""
     factors = factors.gather(1, kinds)
     if shift is None:
         return blends(x, factors, kinds)
