@@ -145,8 +145,8 @@ def all_reduce_(tensor: Tensor) -> None:
 
 
 @torch.no_grad()
-def all_reduce_mean_(tensors: Iterable[Tensor]) -> int:
-    """Means over the processes, in place, with one all-reduce for all tensors of a dtype. How many bytes that sends."""
+def all_reduce_mean_(tensors: Iterable[Tensor]) -> None:
+    """Means over the processes, in place, with one all-reduce for all tensors of a dtype."""
     tensors = list(tensors) if _joined else []
     for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
         some = [tensor for tensor in tensors if tensor.dtype is dtype]
@@ -155,7 +155,6 @@ def all_reduce_mean_(tensors: Iterable[Tensor]) -> int:
         flat /= _world_size
         parts = flat.split([tensor.numel() for tensor in some])
         torch._foreach_copy_(some, [part.view(tensor.shape) for part, tensor in zip(parts, some, strict=True)])
-    return sum(tensor.nbytes for tensor in tensors)
 
 
 def all_reduce_max(values: list[int]) -> list[int]:

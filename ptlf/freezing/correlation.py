@@ -66,7 +66,7 @@ class TaskCorrelation:
         batches: int = 8,
         chunk: int = 64,
         keep: Sequence[nn.Module] = (),
-        combine: Callable[[list[Tensor]], object] = lambda gradients: None,
+        combine: Callable[[list[Tensor]], None] = lambda gradients: None,
     ) -> None:
         if not 0 < threshold <= 1:
             raise ValueError(f"threshold must lie in (0, 1], not {threshold}")

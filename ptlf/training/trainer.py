@@ -136,7 +136,7 @@ class Trainer:
         self.optimizer.zero_grad(set_to_none=True)
         total(losses).backward()
         if processes.joined():
-            self.sent[self.variant] = processes.all_reduce_mean_(p.grad for p in self.trained() if p.grad is not None)
+            self.sent[self.variant] = average_gradients(self.trained())
         if self.config.clip is not None:  # without waiting for the device
             nn.utils.clip_grad_norm_(self.trained(), self.config.clip, foreach=True)
         self.method.after_backward(self.model, self.optimizer.param_groups[0]["lr"])
@@ -309,6 +309,13 @@ class Trainer:
         loss = self.model.loss(self.model.encode(batch.mixed), batch)
         found = torch.autograd.grad(loss, weights, allow_unused=True)
         return {str(number): gradient for number, gradient in enumerate(found) if gradient is not None}
+
+
+def average_gradients(parameters: Sequence[Tensor]) -> int:
+    """Of all processes, where there are any. Returns how many bytes that exchanges."""
+    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    processes.all_reduce_mean_(gradients)
+    return sum(gradient.nbytes for gradient in gradients)
 
 
 def tensors_of(module: nn.Module) -> list[Tensor]:
