@@ -18,8 +18,7 @@ from ptlf.core.errors import UserError
 from ptlf.core.memory import check_fits
 from ptlf.encoders import ENCODERS, feature_dim
 from ptlf.freezing import Freezer, Unit, find_units
-from ptlf.freezing.cost import backward_flops, kept_bytes
-from ptlf.freezing.savings import measure_savings
+from ptlf.freezing.cost import backward_flops, kept_bytes, measure_savings
 from ptlf.report.live import console
 from ptlf.run.build import choose_device, make_encoder
 from ptlf.run.record import environment

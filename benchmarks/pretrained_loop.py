@@ -29,7 +29,7 @@ from benchmarks.pretrained import KNOWN, accuracies
 from ptlf.encoders import ENCODERS
 from ptlf.evaluation.metrics import effective_rank, spread
 from ptlf.freezing import POLICIES, Context, Unit, correlation_ratios, find_units
-from ptlf.freezing.savings import measure_savings
+from ptlf.freezing.cost import measure_savings
 from ptlf.objectives import barlow_twins_loss, mlp, simclr_loss, simsiam_loss, vicreg_loss
 from ptlf.run.build import make_encoder
 from ptlf.views import View, draw, make_views

@@ -60,8 +60,7 @@ class Model(nn.Module):
 
     def share_prefix(self, teachers: Sequence[Teacher], view: Tensor, keep: bool = False) -> None:
         """Find the frozen prefix, and those of these teachers that compute the same in it: they share its forward.
-        Called when the frozen set changes. `view`: a small batch of the encoder's input. keep: needed without a teacher
-        too."""
+        `view`: a small batch of the encoder's input. keep: needed without a teacher too."""
         self.prefix, self.sharing, self.prefix_outputs, self.begins_behind_prefix = None, [], ([], []), False
         if not (teachers or keep) or all(p.requires_grad for p in self.encoder.parameters()):
             return

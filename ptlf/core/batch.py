@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-Layout = tuple[tuple[str, torch.Size, torch.dtype], ...]
+Layout = tuple[tuple[str, torch.Size, torch.dtype], ...]  # name, shape and dtype of every input
 
 
 @dataclass
@@ -32,12 +32,11 @@ class Batch:
         return replace(self, images=images, labels=labels, uniforms=uniforms, draws=draws)
 
     def fill(self, other: Batch) -> None:
-        """Copy the other batch, which has the same layout, into this one, in place."""
+        """Copy the other batch, of the same layout, into this one, in place."""
         for mine, its in zip(self.inputs().values(), other.inputs().values(), strict=True):
             mine.copy_(pinned(its, mine.device), non_blocking=True)
 
     def layout(self) -> Layout:
-        """Name, shape and dtype of every input."""
         return tuple((name, tensor.shape, tensor.dtype) for name, tensor in self.inputs().items())
 
     def inputs(self) -> dict[str, Tensor]:

@@ -1,5 +1,4 @@
-"""UserError: the user can fix this, and the message says how. Warnings and notes are logged. Words of others are
-shown short, on one line, without characters that act on a terminal or a page."""
+"""UserError, warnings, and words of others: short, on one line, without characters that act on a terminal or page."""
 
 import difflib
 import importlib

@@ -67,8 +67,7 @@ def file_digest(file: Path, algorithm: str = "sha256", advance: Callable[[int], 
 
 
 def lock_holder(file: Path) -> tuple[str, bool | None]:
-    """Who wrote the lock file, as "PROCESS on MACHINE" (empty if there is none), and whether that process still holds
-    the lock; None where this machine cannot tell."""
+    """PROCESS on MACHINE of the lock file (empty if there is none), and whether it is held; None: it cannot be told."""
     holder = ""
     try:
         with open(file, errors="replace") as opened:
@@ -85,8 +84,7 @@ def lock_holder(file: Path) -> tuple[str, bool | None]:
 
 @contextmanager
 def locked(file: Path, busy: str, advice: str = "wait for it") -> Iterator[None]:
-    """Hold an exclusive lock on `file`; the system releases it when the process ends. If another process holds it, the
-    error message is "`busy` by process ...; `advice`"."""
+    """Hold an exclusive lock on `file`. If another process holds it: "`busy` by process ...; `advice`"."""
     patience = 5
     while True:
         try:

@@ -1,5 +1,4 @@
-"""How work tells how far it is: a phase has a name and, where that is known, a number of things to do; a run tells a
-watcher of its phases, epochs and tasks."""
+"""How work tells how far it is: a run tells a watcher of its phases, epochs and tasks."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -25,8 +24,7 @@ class Watcher:
     """This one says nothing; `ptlf.report.live` shows a progress bar."""
 
     def begin(self, about: Sequence[str], tasks: int, epochs: int, units: int, frozen: int, done: int) -> None:
-        """about: sentences on the run and its start. epochs: of each task. units: that can freeze. frozen: how many
-        of them are. done: epochs of all tasks that are already trained."""
+        """about: sentences on the run. epochs: of a task. units, frozen: how many can freeze, and are. done: epochs."""
 
     def phase(self, name: str, of: int | None = None, unit: str = "images") -> AbstractContextManager[Advance]:
         """Work other than training steps, until the block ends; `begin` need not have been called."""

@@ -1,8 +1,7 @@
 """Distributed runs: rank, world size and collective operations. Without a process group every call is a no-op.
 
-All processes draw the same global batch; each computes on its rows, `shard(rows)`. CPU tensors are exchanged with gloo,
-CUDA tensors with NCCL. Collectives of a training step have fixed shapes and never wait for the host, so that a CUDA
-graph can record them. A group of one process does all its collectives too; they change no value.
+All processes draw the same global batch; each computes on its rows, `shard(rows)`. Collectives of a training step have
+fixed shapes and never wait for the host, so that a CUDA graph can record them. A group of one process does them too.
 """
 
 import os
@@ -69,7 +68,7 @@ def process_group() -> Iterator[None]:
 
 
 def restarts() -> int:
-    """How often torchrun has restarted this process."""
+    """Of this process by torchrun."""
     return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
 
 
@@ -134,11 +133,8 @@ _all_gather_rows.register_autograd(lambda ctx, grad: _own_rows_of_sum(grad))
 
 
 def all_gather_rows(mine: Tensor) -> Tensor:
-    """The rows of all processes, in order of rank; `mine` are those of this one. Differentiable.
-
-    A loss of the gathered rows is the same on every process, so backward sums it `world_size` times. The gradients are
-    averaged over the processes, which divides by `world_size` again.
-    """
+    """The rows of all processes, in order of rank; `mine` are those of this one. Differentiable: backward sums the
+    loss of every process, which is the same; averaging the gradients divides by their number again."""
     return _all_gather_rows(mine) if _joined else mine
 
 

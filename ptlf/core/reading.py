@@ -1,7 +1,4 @@
-"""Text, JSON and YAML that others wrote: read as data alone, of the shape that is needed.
-
-Whatever is wrong becomes a UserError that names the file, the place and the way out.
-"""
+"""Text, JSON and YAML that others wrote: read as data alone, of the shape that is needed, or refused by a UserError."""
 
 import json
 from collections.abc import Mapping
@@ -14,7 +11,6 @@ import yaml
 from ptlf.core.errors import UserError, printable, short_repr
 
 MAX_NUMBER = 1e30  # of a number in a record
-
 NUMBER = (int, float)
 TYPE_NAMES = {int: "a number", float: "a number", str: "text", bool: "true or false", type(None): "null"}
 TYPE_NAMES |= {dict: "a dictionary", list: "a list"}
@@ -118,8 +114,7 @@ def recordable(value: float) -> bool:
 
 
 class Loader(yaml.SafeLoader):
-    """YAML's plain values, but text stays as it was typed unless it is a number or a truth value in the one way that
-    Python and JSON write it: 010, 12:30, 1_000, 1e-3, yes and dates are text. Settings read their numbers from text."""
+    """YAML's plain values, but what Python and JSON write otherwise, such as 010, 12:30, 1e-3 or yes, is text."""
 
     def construct_plain(self, node: yaml.ScalarNode) -> Any:
         for make in (int, float, {"true": True, "false": False}.__getitem__):

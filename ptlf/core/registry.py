@@ -22,8 +22,7 @@ _reading: ContextVar[tuple[Path, str] | None] = ContextVar("reading", default=No
 
 @contextmanager
 def settings_from(file: Path, words: Iterable[str] = ()) -> Iterator[None]:
-    """Inside, names come from a file that someone else may have written: "package.module:attribute", which runs code,
-    is followed only if one of `words`, which the user gave, holds it."""
+    """Inside, "package.module:attribute" in that file, which runs code, is followed only if one of `words` holds it."""
     token = _reading.set((file, "\n".join(words)))
     try:
         yield
@@ -52,12 +51,10 @@ def working_folder_on_path() -> Iterator[None]:
 class Registry(MutableMapping[str, T], Generic[T]):
     """Members by name. A member is a subclass of `kind`; with `wrap`, an instance of it.
 
-    Other packages add theirs with `registry["name"] = member` or through the entry-point group `group`, such as
-    "ptlf.objectives". Entry points are loaded once, when a name is not among the members or when all members are
-    listed. `find` also takes "package.module:attribute", unless it stands in a file, see `settings_from`.
+    Other packages add theirs with `registry["name"] = member` or through the entry-point group `group`, which is loaded
+    when a name is not among the members or when all are listed. `find` also takes "package.module:attribute".
 
-    noun: what one member is called in messages.
-    wrap: makes a member of a function, such as one that returns an encoder.
+    noun: what one member is called in messages. wrap: makes a member of a function.
     prefixes: for names such as "timm:vit_tiny", what makes a member of the text behind the colon.
     """
 

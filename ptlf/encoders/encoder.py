@@ -1,11 +1,10 @@
 """The encoder's contract: an `nn.Module` that maps images (B, 3, H, W) to vectors (B, feature_dim).
 
-Any module that does so is an encoder; `feature_dim` is read from its attribute of that name or found by one forward.
-Attributes that it may have:
+Any module that does so is an encoder. Attributes that it may have:
 
+feature_dim: else it is found by one forward.
 rowwise: no image's vector depends on the other images of the batch, so that all views may be one batch.
-normalisation: mean and standard deviation of its inputs, three numbers each, in place of the views' own. Pixels are
-    from 0 to 1. The settings `encoder.mean` and `encoder.std` set it.
+normalisation: mean and std of its inputs (pixels from 0 to 1), three numbers each, in place of the views' own.
 """
 
 import inspect
@@ -22,13 +21,9 @@ from ptlf.core.settings import Presets, key
 
 @dataclass
 class EncoderConfig:
-    name: str = key(
-        "resnet18", "architecture (see `ptlf list encoders`); also timm:NAME, torchvision:NAME, hf:FOLDER, onnx:FILE"
-    )
+    name: str = key("resnet18", "one of `ptlf list encoders`, timm:NAME, torchvision:NAME, hf:FOLDER or onnx:FILE")
     weights: str | None = key(None, "a run, safetensors file or state_dict to start from; null = random weights")
-    mean: list[float] | None = key(
-        None, "its inputs' mean per channel, pixels from 0 to 1; null = its own or the views'"
-    )
+    mean: list[float] | None = key(None, "its inputs' mean by channel, pixels in 0..1; null = its own or the views'")
     std: list[float] | None = key(None, "their standard deviation per channel")
 
     def __post_init__(self) -> None:
@@ -69,8 +64,7 @@ def brings_weights(config: EncoderConfig) -> bool:
 
 
 def set_normalisation(encoder: nn.Module, config: EncoderConfig) -> None:
-    """Note the settings' mean and standard deviation at the encoder. One whose weights come from elsewhere must know
-    how its inputs are normalised."""
+    """Note the settings' mean and std at the encoder. One with weights from elsewhere must have some."""
     if config.mean is not None and config.std is not None:
         encoder.normalisation = tuple(config.mean), tuple(config.std)  # type: ignore[assignment]
     if brings_weights(config) and getattr(encoder, "normalisation", None) is None:

@@ -1,7 +1,6 @@
-"""Encoders of other libraries: `timm:NAME`, `torchvision:NAME`, `hf:FOLDER`, and Hugging Face models given as they are.
+"""Encoders of other libraries, without their classifiers: `timm:NAME`, `torchvision:NAME`, `hf:FOLDER`.
 
-Their classifiers are left out. Weights are random, but for a Hugging Face folder that holds some, and with
-`--encoder.pretrained`, which has timm or torchvision load theirs.
+Weights are random, but for a Hugging Face folder that holds some, and with `--encoder.pretrained`.
 """
 
 import json
@@ -111,8 +110,7 @@ def as_encoder(model: nn.Module) -> nn.Module:
 
 
 class Pooled(nn.Module):
-    """A Hugging Face model without its head, as images (B, 3, H, W) to vectors: its pooled output, or else the first
-    token, or the mean of a feature map."""
+    """A Hugging Face model without its head: its pooled output, else the first token, or the mean of a feature map."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()

@@ -1,21 +1,25 @@
 """BatchNorm with separate statistics per view of a batch, and BatchNorm over the batch of all processes."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
 from ptlf.core import processes
 from ptlf.core.errors import UserError
-from ptlf.freezing.kernels import STANDARD_FORWARDS
+from ptlf.core.settings import key
+from ptlf.freezing.kernels import STANDARD_FORWARDS, replaced_forward
+
+
+@dataclass
+class DistributedConfig:
+    sync_batch_norm: bool = key(True, "under torchrun, batch norms use the global batch, not each process's share")
 
 
 class ViewBatchNorm2d(nn.BatchNorm2d):
-    """In training, splits the batch into `views` equal parts and normalises each by its own statistics.
-
-    Outputs and running statistics are the same as with one forward pass per view.
-    """
+    """In training, the same as a forward for each of `views` equal parts of the batch, with statistics of their own."""
 
     views = 1
 
@@ -38,8 +42,7 @@ def views_in_one_pass(encoder: nn.Module, views: int) -> Iterator[None]:
 
 
 def takes_views_in_one_pass(encoder: nn.Module) -> bool:
-    """Whether all BatchNorms are ViewBatchNorm2d. Without any, the encoder must say so itself (`rowwise`): other layers
-    may depend on the batch."""
+    """Whether all BatchNorms are ViewBatchNorm2d. Without any, the encoder must say so itself (`rowwise`)."""
     if getattr(encoder, "rowwise", False):
         return True
     batch_norms = [m for m in encoder.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]
@@ -52,10 +55,7 @@ def is_usual(norm: nn.modules.batchnorm._BatchNorm) -> bool:
 
 
 class SharedStatistics(nn.modules.batchnorm._BatchNorm):
-    """BatchNorm over the batch of all processes, which have shares of equal size. One exchange in each direction.
-
-    Each of `views` is normalised by its own statistics. They update the running ones in order.
-    """
+    """BatchNorm over the batch of all processes, in equal shares; each of `views` by its own statistics, in order."""
 
     views = 1
 
@@ -115,6 +115,22 @@ def synchronise(module: nn.Module) -> None:
             norm.__class__ = shared
         elif isinstance(norm, nn.modules.batchnorm._BatchNorm) and not is_synchronised(norm):
             raise UserError(f"{type(norm).__name__} is no plain batch norm; use --distributed.sync_batch_norm false")
+
+
+def broadcast_and_sync_bn(modules: Iterable[nn.Module], config: DistributedConfig) -> None:
+    """Prepare modules, built on every process, for data-parallel training: same weights, synchronised batch norms."""
+    for module in modules if processes.joined() else ():
+        if config.sync_batch_norm:
+            synchronise(module)
+        processes.broadcast_([*module.parameters(), *module.buffers()])
+
+
+def average_statistics(*modules: nn.Module) -> None:
+    """Average the running statistics of batch norms that each process updates from its own share of the batch."""
+    parts = (part for module in modules for part in module.modules())
+    norms = [part for part in parts if isinstance(part, nn.modules.batchnorm._BatchNorm) and not is_synchronised(part)]
+    local = [n for n in norms if n.training and n.track_running_stats and replaced_forward(n) is None]
+    processes.all_reduce_mean_(b for n in local for name, b in n.named_buffers() if name.startswith("running_"))
 
 
 def is_synchronised(norm: nn.Module) -> bool:

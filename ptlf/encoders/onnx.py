@@ -87,10 +87,8 @@ def make_layer(kind: str, options: dict[str, Any], weights: list[Tensor]) -> nn.
         return None
     pads = list(options.get("pads", [0, 0, 0, 0]))
     even = pads[:2] == pads[2:]
-    window: dict[str, Any] = {
-        "stride": tuple(options.get("strides", (1, 1))),
-        "padding": tuple(pads[:2]) if even else 0,
-    }
+    stride = tuple(options.get("strides", (1, 1)))
+    window: dict[str, Any] = {"stride": stride, "padding": tuple(pads[:2]) if even else 0}
     layer: nn.Module
     if kind == "Conv":
         weight, *bias = weights

@@ -12,9 +12,7 @@ from ptlf.encoders.encoder import EncoderEntry, SizedConfig
 
 @dataclass
 class ViTConfig(SizedConfig):
-    patch: int | None = key(
-        None, "side of a patch in pixels; null = the largest of 16, 8, 4 ... with 8 on a side", ge=1
-    )
+    patch: int | None = key(None, "side of a patch in pixels; null = largest of 16, 8, 4 ... with 8 on a side", ge=1)
     width: int | None = key(None, "length of a token; null = the network's own", ge=1)
     depth: int | None = key(None, "number of blocks; null = the network's own", ge=1)
     heads: int | None = key(None, "attention heads of a block; null = one for every 64 of the width", ge=1)
@@ -64,18 +62,16 @@ class ViT(nn.Module):
 
     rowwise = True
 
-    def __init__(
-        self, width: int, depth: int, image_size: int, patch: int | None = None, heads: int | None = None
-    ) -> None:
+    def __init__(self, width: int, depth: int, size: int, patch: int | None = None, heads: int | None = None) -> None:
         super().__init__()
         heads = heads or max(1, width // 64)
         if width % heads:
             raise ValueError(f"{heads} heads do not divide a width of {width}")
-        patch = patch or patch_for(image_size)
-        if image_size % patch:
-            raise ValueError(f"patches of {patch} px do not divide images of {image_size} px; set encoder.patch")
-        self.feature_dim, self.image_size = width, image_size
-        self.embedding, self.pool = Embedding(image_size, patch, width), Pool(width)
+        patch = patch or patch_for(size)
+        if size % patch:
+            raise ValueError(f"patches of {patch} px do not divide images of {size} px; set encoder.patch")
+        self.feature_dim, self.image_size = width, size
+        self.embedding, self.pool = Embedding(size, patch, width), Pool(width)
         self.blocks = nn.Sequential(*(Block(width, heads) for _ in range(depth)))
         for module in self.modules():
             if isinstance(module, nn.Linear):

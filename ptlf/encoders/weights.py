@@ -46,8 +46,7 @@ class Weights:
 
 
 def load_weights(encoder: nn.Module, path: Path) -> Weights:
-    """Load the file into the encoder. A missing final classifier is fine, and so are parts that the encoder does not
-    have, such as a classifier or heads; weights of another architecture are refused."""
+    """Load the file into the encoder. A final classifier may be missing, and heads be too many."""
     file = find_file(path)
     read = read_tensors(file)
     own = {name: value for name, value in encoder.state_dict().items() if isinstance(value, Tensor)}
@@ -95,8 +94,7 @@ def find_file(path: Path) -> Path:
 
 
 def stored_encoder(path: Path) -> dict[str, Any] | None:
-    """Settings of the encoder whose weights are in a run's or an exported folder, or its file, and its normalisation.
-    None for other files, and for an encoder that a method made of another one."""
+    """Settings and normalisation of the encoder in a run's or an exported folder or file; None for other files."""
     try:
         with safe_open(find_file(path), "pt") as file:
             card = json.loads((file.metadata() or {}).get(KEY, "null"))
@@ -135,8 +133,7 @@ def matches(own: Mapping[str, Tensor], state: Mapping[str, Tensor]) -> list[str]
 
 
 def last_linear(encoder: nn.Module) -> str:
-    """What the names of the final classifier's tensors begin with: the encoder's last module with weights, if it is
-    linear."""
+    """What the names of the final classifier's tensors begin with, if the last module with weights is linear."""
     weighted = [(name, module) for name, module in encoder.named_modules() if list(module.parameters(recurse=False))]
     last = weighted[-1] if len(weighted) > 1 else None
     return f"{last[0]}." if last and isinstance(last[1], nn.Linear) else "(none)"

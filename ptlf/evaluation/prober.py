@@ -17,7 +17,7 @@ from ptlf.core.registry import Registry
 from ptlf.core.settings import key
 from ptlf.evaluation.probes import OWN, KnnClass, KnnTask, Linear, Probe, ProbeConfig
 from ptlf.stream import EvalSplit, Images, Stream
-from ptlf.stream.loading import Sources
+from ptlf.stream.loading import Sources, image_sources
 
 Row = list[float | None]
 Labelled = tuple[Tensor, Tensor]  # features (N, D) and labels (N,)
@@ -75,7 +75,7 @@ class Prober:
         self.stream, self.config, self.prepare, self.device = stream, config, prepare, device
         if not stream.eval_splits:
             raise UserError(f"stream {stream.name} has no labelled test images to evaluate on")
-        self.sources = sources or Sources(device)
+        self.sources = sources or image_sources(device)
         chosen = [PROBES.find(name)(settings) for name, settings in probes.items() if settings.enabled]
         chosen += [variant for probe in chosen for variant in probe.variants()]
         self.rows_of = [(probe, name, bank) for probe in chosen for name, bank in probe.rows.items()]

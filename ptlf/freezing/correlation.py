@@ -40,16 +40,15 @@ class TaskCorrelation:
         current mode, and averages the weight gradients.
     threshold: fraction of the inputs' energy that the kept singular vectors must reach.
     units: trainable units; by default all of the module, found by a forward of `example`, or of the first inputs.
-    gradient_fn: in place of loss_fn, is given the units' weights and returns their gradients on a batch of the task.
+    gradient_fn: in place of loss_fn, returns the gradients of the given weights on a batch of the task.
     keep: further modules that `loss_fn` changes, such as heads with batch norm, a momentum encoder or a queue.
     combine: changes the averaged gradients in place, for example to average them over processes.
 
-    Parameters, buffers (batch-norm statistics), `.grad`, modes, hooks and torch's global random state are restored,
-    even if `loss_fn` raises. Generators that `loss_fn` owns do advance.
+    All that a forward changes in the modules is restored, and torch's global random state, even if `loss_fn` raises.
+    Generators that `loss_fn` owns do advance.
 
     Memory: the replay is forwarded several times, so that the Gram matrices R R^T (m x m, float64) never exceed the
-    largest one or, on a GPU, an eighth of what is free. Add an eigendecomposition (about three times the largest), the
-    activations of one chunk, one float64 gradient per weight, and a copy of the parameters and buffers.
+    largest one or, on a GPU, an eighth of what is free. An eigendecomposition takes about three times the largest.
 
     `directions` holds the number of singular vectors kept, by unit name. A unit without gradient or input has ratio 0.
     """
@@ -115,8 +114,7 @@ def gradients_of(loss_fn: Callable[[], Tensor], weights: Sequence[Tensor]) -> Se
 
 
 def mean_gradients(units: Sequence[Unit], gradient_fn: GradientFn, batches: int) -> dict[str, list[Tensor]]:
-    """By unit name, the weight gradient (groups, C_out / groups, m) of each product, float64, averaged over `batches`
-    calls of `gradient_fn`."""
+    """By unit name, the weight gradient (groups, C_out / groups, m) of each product: the mean of `batches`, float64."""
     owners = [(unit.name, weight) for unit in units for weight in unit.weights]
     weights = [weight for _, weight in owners]
     sums = [torch.zeros_like(weight, dtype=torch.float64) for weight in weights]

@@ -1,10 +1,10 @@
-"""What a training step costs, measured, or estimated with other units frozen before anything is trained."""
+"""What a training step costs, or would cost with other units frozen, and what each unit saves."""
 
 import copy
 import re
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -17,9 +17,12 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
 from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
 
-from ptlf.freezing.recording import arguments, storage, tensors_in, unchanged
+from ptlf.freezing.recording import Convolution, arguments, storage, tensors_in, unchanged
+from ptlf.freezing.subspace import TRANSPOSED, Part, Projection, parts, watched
+from ptlf.freezing.units import Unit
 
 Loss = Callable[[Any], Tensor]  # of the module's output
+Shape = Sequence[int]
 SIZES = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
 
 
@@ -45,8 +48,7 @@ def kept_bytes(function: Callable[[], Any], exclude: Iterable[Tensor] = ()) -> i
 
 
 def backward_flops(loss: Tensor, inputs: Sequence[Tensor] | None = None) -> int:
-    """FLOPs (two per multiply-add) of convolutions, matrix products and attention in a backward, which is run: to all
-    leaves or, without accumulating a gradient, to `inputs`."""
+    """FLOPs (two per multiply-add) of a backward, which is run: to all leaves or, without accumulating, to `inputs`."""
     with FlopCounterMode(display=False, custom_mapping=FORMULAS) as counter:
         if inputs is None:
             loss.backward()
@@ -55,11 +57,8 @@ def backward_flops(loss: Tensor, inputs: Sequence[Tensor] | None = None) -> int:
     return counter.get_total_flops()
 
 
-def _convolution_backward_flops(
-    gradient: Sequence[int], images: Sequence[int], weight: Sequence[int], *settings: Any, **_: Any
-) -> int:
-    """From shapes. Each wanted gradient multiplies every weight once per image and output position (of a transposed
-    convolution, input position)."""
+def _convolution_backward_flops(gradient: Shape, images: Shape, weight: Shape, *settings: Any, **_: Any) -> int:
+    """Each wanted gradient multiplies every weight once per image and output (transposed: input) position."""
     transposed, wanted = settings[-4], settings[-1]  # wanted: the gradients of input, weight and bias
     batch, _channels, *positions = images if transposed else gradient
     return 2 * prod(weight) * batch * prod(positions) * sum(wanted[:2])
@@ -128,8 +127,7 @@ def step_cost(
 ) -> CostEstimate:
     """Cost of a step on `example`, in the module's current mode and autocast, which is left unchanged.
 
-    The step runs on fake tensors, which have shapes and no memory: nothing is copied, and a backward may be pending.
-    A module that they cannot run (its forward looks at values) runs for real, and its tensors are copied.
+    The step runs on fake tensors, without memory, or for real if the forward looks at values: then tensors are copied.
 
     loss: by default the sum of all outputs. backward: whether to count its FLOPs.
     """
@@ -178,17 +176,14 @@ def step_cost(
 
 
 def state_bytes(optimizer: Optimizer, parameters: Sequence[Tensor]) -> int:
-    """Bytes of the optimizer's state for these parameters. Where it has none yet, those that the first step of a copy
-    makes for a small stand-in, in proportion if they have its shape."""
+    """Of the state for these parameters. Where there is none yet, a copy of the optimizer makes it for stand-ins."""
     wanted = set(parameters)
     total = sum(tensor.nbytes for parameter in wanted for tensor in tensors_in(optimizer.state.get(parameter, {})))
     for group in optimizer.param_groups:
         new = [parameter for parameter in group["params"] if parameter in wanted and not optimizer.state.get(parameter)]
         if not new:
             continue
-        stand_ins = [
-            nn.Parameter(torch.ones([min(2, n) for n in p.shape], dtype=p.dtype, device=p.device)) for p in new
-        ]
+        stand_ins = [nn.Parameter(p.new_ones([min(2, n) for n in p.shape])) for p in new]
         for stand_in in stand_ins:
             stand_in.grad = torch.ones_like(stand_in)
         twin = copy.copy(optimizer)
@@ -199,6 +194,63 @@ def state_bytes(optimizer: Optimizer, parameters: Sequence[Tensor]) -> int:
                 alike = tensor.shape == stand_in.shape
                 total += tensor.element_size() * parameter.numel() if alike else tensor.nbytes
     return total
+
+
+@dataclass(frozen=True)
+class Saving:
+    """What a unit's backward costs in one step, in FLOPs and bytes."""
+
+    weight_cost: float  # of its weight gradient: saved as soon as the unit is frozen
+    input_cost: float  # of its input gradient: saved when no unit before it is trainable
+    bytes: int  # of its input, kept for the weight gradient, and of its norm's
+
+
+class BackwardSavings:
+    """Share of the backward that freezing saves, in [0, 1]: the mean of its share of the cost and of the bytes.
+
+    Units in data order. A trainable unit pays for its weight gradient and keeps its bytes. Every unit behind the first
+    trainable one pays for its input gradient.
+    """
+
+    def __init__(self, savings: Sequence[Saving]) -> None:
+        self.savings = savings
+        # The first unit's input is the data, which needs no gradient.
+        self.cost = sum(saving.weight_cost for saving in savings) + sum(saving.input_cost for saving in savings[1:])
+        self.kept = sum(saving.bytes for saving in savings)
+
+    def share(self, frozen: Collection[int]) -> float:
+        """With the units at these places frozen."""
+        off = [self.savings[place] for place in sorted(frozen)]
+        prefix = next((n for n, place in enumerate(sorted(frozen)) if n != place), len(off))  # units before any trains
+        saved = sum(saving.weight_cost for saving in off)
+        saved += sum(saving.input_cost for saving in self.savings[1 : prefix + 1])
+        freed = sum(saving.bytes for saving in off)
+        return (saved / self.cost if self.cost else 0.0) / 2 + (freed / self.kept if self.kept else 0.0) / 2
+
+
+def measure_savings(module: nn.Module, units: Sequence[Unit], example: Tensor) -> dict[str, Saving]:
+    """Saving by unit name for a step on `example`, from one forward in eval mode; a layer's calls add up."""
+    savings = {unit.name: Saving(0, 0, 0) for unit in units}
+
+    def add(unit: Unit, given: list[Tensor], output: Tensor) -> None:
+        flops = sum(product_flops(part, x, output) for part, x in zip(parts(unit.layer), given, strict=True))
+        inputs = {storage(tensor): tensor.nbytes for tensor in given}  # query, key and value may be one tensor
+        kept = sum(inputs.values()) + (output.nbytes if unit.norm is not None else 0)
+        total = savings[unit.name]
+        savings[unit.name] = Saving(total.weight_cost + flops, total.input_cost + flops, total.bytes + kept)
+
+    with unchanged(module), torch.no_grad(), watched(module, units, add):
+        module(example)
+    return savings
+
+
+def product_flops(part: Part, given: Tensor, output: Tensor) -> int:
+    """Of the gradient of the weight, and as many of that of the input: each weight once per image and position."""
+    if isinstance(part, Convolution) and not isinstance(part, TRANSPOSED):
+        return 2 * part.weight.numel() * (output.numel() // part.out_channels)
+    if isinstance(part, TRANSPOSED):
+        return 2 * part.weight.numel() * (given.numel() // part.in_channels)
+    return 2 * given.numel() * (part.rows if isinstance(part, Projection) else part.out_features)
 
 
 def parse_bytes(text: str | int) -> int:

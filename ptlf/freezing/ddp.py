@@ -15,9 +15,7 @@ class FreezeAwareDDP(nn.Module):
     process must freeze the same units between the same steps. frozen_buffers: of frozen norms, which need no exchange.
     """
 
-    def __init__(
-        self, model: nn.Module, frozen_buffers: Callable[[], Iterable[Tensor]] = tuple, **options: Any
-    ) -> None:
+    def __init__(self, model: nn.Module, frozen_buffers: Callable[[], Iterable[Tensor]], **options: Any) -> None:
         super().__init__()
         self.module = model
         self._frozen_buffers, self._options = frozen_buffers, options
@@ -41,12 +39,12 @@ class FreezeAwareDDP(nn.Module):
         first = not self._trained
         self._trained = trained
         self._wrapped.clear()
-        frozen = set(self._frozen_buffers())
+        frozen = dict.fromkeys(self._frozen_buffers())
         ignored = [name for name, buffer in self.module.named_buffers() if buffer in frozen]
         if first or self._options.get("broadcast_buffers", True):
             # Each process has updated the statistics since the last exchange; the first one's are frozen on all.
             group = self._options.get("process_group")
-            for buffer in self._frozen_buffers():
+            for buffer in frozen:
                 distributed.broadcast(buffer, distributed.get_process_group_ranks(group)[0], group)
         DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(self.module, ignored)
         if any(trained):  # DistributedDataParallel refuses a model without trainable parameters

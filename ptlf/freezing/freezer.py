@@ -75,11 +75,10 @@ class Freezer:
         self._patched: dict[nn.Module, ForwardPatch] = {}
         self._frozen: dict[str, _Frozen] = {}
         self._check_unfrozen()
-        seen = trace(module, example) if units is None or save_memory else Trace([])
-        self.units = list(seen.units if units is None else units)
+        self._trace = trace(module, example) if units is None or save_memory else Trace([])
+        self.units = list(self._trace.units if units is None else units)
         self.ratios: Mapping[str, float] = {}
         self.saved: dict[str, int] = {}
-        self._foldable, self._relus = seen.foldable, seen.relus
         # Kept after a thaw: compiled code is reused only if it finds the same patch object again.
         self._patches: dict[tuple[Any, ...], ForwardPatch] = {}
 
@@ -103,8 +102,7 @@ class Freezer:
         return [unit.name for unit in chosen]
 
     def thaw(self, units: Selector | None = None) -> list[str]:
-        """Make these units (by default all) trainable again, as they were before; the names of those that were frozen.
-        Their optimizer state starts empty."""
+        """Make these units (by default all) trainable again, without optimizer state; the names of those that froze."""
         chosen = self.units if units is None else self._select(units)
         thawed = [unit for unit in chosen if unit.name in self._frozen]
         for unit in thawed:
@@ -137,8 +135,7 @@ class Freezer:
         total: int | None = None,
         order: Sequence[str] | None = None,
     ) -> Timetable:
-        """`plan = freezer.schedule({0.25: "layer1", 0.5: ["layer1", "layer2"]}, total=steps)`, and `plan.at(step)`
-        before each step: see `Timetable`."""
+        """`plan = freezer.schedule({0.25: "layer1"}, total=n)`; `plan.at(step)` before each step: see `Timetable`."""
         return Timetable(self.units, self.freeze_only, when, total, order)
 
     def estimate(self, units: Selector, example: Any, *, loss: Loss | None = None) -> Estimate:
@@ -152,7 +149,7 @@ class Freezer:
             return Estimate(names, self._cost(example, loss), self._cost(example, loss, names))
 
     def measure(self, example: Any, *, loss: Loss | None = None) -> dict[str, int]:
-        """The bytes of a step that each unit saves if it alone freezes beside those that are frozen, by name."""
+        """By name, the bytes of a step that each unit saves if it alone freezes too."""
         with self._pretending():
             now = self._cost(example, loss, backward=False).bytes
             for name in [unit.name for unit in self.units if unit.name not in self._frozen]:
@@ -188,8 +185,7 @@ class Freezer:
             return Estimate(names, now, self._cost(example, loss, names))
 
     def ddp(self, model: nn.Module | None = None, **options: Any) -> FreezeAwareDDP:
-        """`model` (by default the module), which contains the module, as a DistributedDataParallel, which knows what
-        freezes and thaws. options: those of DistributedDataParallel."""
+        """`model`, which contains the module, as a DistributedDataParallel (with its options) that follows freezing."""
         return FreezeAwareDDP(self.module if model is None else model, self.frozen_norm_buffers, **options)
 
     def refresh(self) -> None:
@@ -228,9 +224,8 @@ class Freezer:
         return with_tied(self.units, select(self.units, units))
 
     def _check_unfrozen(self) -> None:
-        own = [None, *self._frozen.values()]
         for name, child in self.module.named_modules():
-            if child.__dict__.get(MARK) not in own:
+            if child.__dict__.get(MARK) not in (None, *self._frozen.values()):
                 raise ValueError(f"{name!r} is frozen by another Freezer (or copied from one); thaw that one first")
 
     def _freeze(self, unit: Unit) -> None:
@@ -247,7 +242,7 @@ class Freezer:
         for parametrization in itertools.chain(*computed):  # in train mode spectral_norm updates its buffers
             self._patch(record, parametrization, EvalMode)
         patched = self.save_memory and kernels.is_plain_layer(layer)
-        fold = patched and not self.batch_statistics and unit.name in self._foldable
+        fold = patched and not self.batch_statistics and unit.name in self._trace.foldable
         # A shard (of fully_shard) holds only a part of the weight between forwards.
         fold = fold and kernels.is_plain_batch_norm(norm) and not hasattr(layer.weight, "full_tensor")
         # PyTorch itself keeps no input for a linear layer's frozen weight: without a norm there is nothing to gain.
@@ -282,7 +277,7 @@ class Freezer:
 
     def _mask(self) -> None:
         """Masked ReLUs are those whose output no trainable layer saves: it would keep the output beside the mask."""
-        for relu, keepers in self._relus.items() if self.save_memory else ():
+        for relu, keepers in self._trace.relus.items() if self.save_memory else ():
             masked = bool(self._frozen) and keepers <= self._frozen.keys()
             if masked and replaced_forward(relu) is None:
                 self._patch(None, relu, MaskedReLU)
@@ -295,9 +290,7 @@ class Freezer:
         if module in self._patched:
             return
         key = (kind, module, *arguments)
-        if key not in self._patches:
-            self._patches[key] = kind(module, *arguments)
-        self._patched[module] = self._patches[key]
+        self._patched[module] = self._patches[key] = self._patches.get(key) or kind(module, *arguments)
         self._patched[module].attach()
 
     @contextmanager
@@ -315,9 +308,7 @@ class Freezer:
                 optimizer.state.clear()
                 optimizer.state.update(state)
 
-    def _cost(
-        self, example: Any, loss: Loss | None, names: Sequence[str] = (), *, backward: bool = True
-    ) -> CostEstimate:
+    def _cost(self, example: Any, loss: Loss | None, names: Selector = (), *, backward: bool = True) -> CostEstimate:
         """With the units of these names frozen too."""
         with self.temporarily_frozen(names):
             for patch in self._layers():  # not among fake tensors, which have no values
@@ -345,8 +336,7 @@ def unwrapped_optimizers(given: Optimizer | Iterable[Optimizer] | None) -> list[
 
 
 def _start_momentum(optimizer: Optimizer, parameters: Sequence[Tensor]) -> None:
-    """Zero momentum for thawed parameters: the fused SGD of torch 2.13 fails if only some of a group have one. With a
-    rate on the device the training step does that itself."""
+    """The fused SGD of torch 2.13 needs momentum of all or none; with a rate on the device the step sets it itself."""
     for group in optimizer.param_groups if isinstance(optimizer, SGD) else ():
         held = [optimizer.state.get(parameter, {}).get("momentum_buffer") for parameter in group["params"]]
         if group["fused"] and not isinstance(group["lr"], Tensor) and any(buffer is not None for buffer in held):

@@ -1,8 +1,5 @@
-"""Replacement forwards for frozen layers, norms and ReLUs, with which autograd saves only what backward needs.
-
-A frozen convolution needs its weight, not its input. A frozen BatchNorm on running statistics is an affine map, which
-is folded into the layer before it. A ReLU needs one bit per element if nothing else saves its output.
-"""
+"""Replacement forwards for frozen layers, norms and ReLUs, with which autograd saves only what backward needs: of a
+convolution its weight; nothing of a BatchNorm, which is folded into its layer; of a ReLU one bit per element."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -23,8 +20,7 @@ STANDARD_FORWARDS: set[Callable[..., Any]] = {nn.BatchNorm2d.forward, nn.SyncBat
 
 
 class _FrozenConv2d(torch.autograd.Function):
-    """conv2d that saves only the weight for backward, which is a transposed convolution: faster than
-    `convolution_backward` with a dummy input, for which cuDNN would convert a channels-last gradient."""
+    """conv2d that saves only the weight. `convolution_backward` with a dummy input is slower in channels-last."""
 
     @staticmethod
     def forward(
@@ -41,7 +37,7 @@ class _FrozenConv2d(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         (weight,) = ctx.saved_tensors
-        return input_gradient(grad, weight, ctx.size, *ctx.settings), None, None, None, None, None, None
+        return input_gradient(grad, weight, ctx.size, *ctx.settings), *[None] * 6
 
 
 def input_gradient(
@@ -148,8 +144,8 @@ class ForwardPatch:
 class FrozenLayer(ForwardPatch):
     """Forward of a frozen convolution or linear layer; `norm`, if given, is folded in.
 
-    The folded tensors are neither parameters nor buffers. They are made again when a state_dict is loaded and, by eager
-    code, if a source tensor has changed. After a thaw they keep their memory: a captured graph may still read it.
+    The folded tensors are made again when a state_dict is loaded and, by eager code, if a source tensor has changed.
+    After a thaw they keep their memory: a captured graph may still read it.
     """
 
     module: PlainLayer

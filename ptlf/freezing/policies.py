@@ -6,7 +6,7 @@ from typing import Any, ClassVar, Generic, TypeVar, cast
 
 import torch
 
-from ptlf.freezing.savings import BackwardSavings, Saving
+from ptlf.freezing.cost import BackwardSavings, Saving
 
 Names = list[str]
 RatiosOf = Callable[[Sequence[str]], dict[str, float]]  # computes the correlation ratios of units, by name
@@ -57,8 +57,7 @@ class Policy(Generic[C]):
         return ratios(candidates)
 
     def choose(self, count: int, candidates: Names, frozen: Names, context: Context) -> Names:
-        """The next `count` units to freeze, or all candidates if there are fewer, in the order they freeze. candidates:
-        not frozen yet, in data order."""
+        """The next `count` of the candidates to freeze (all, if there are fewer), in order. They are in data order."""
         raise NotImplementedError
 
 
@@ -99,9 +98,7 @@ class Never(Policy[PolicyConfig]):
 @dataclass
 class CostAwareConfig(PolicyConfig):
     name: str = "cost_aware"
-    sharpness: float = field(
-        default=8.0, metadata={"about": "how much ratios count beside savings; 0 = not at all", "ge": 0}
-    )
+    sharpness: float = field(default=8.0, metadata={"about": "how much ratios count beside savings; 0 = none", "ge": 0})
     savings: str = field(default="flops", metadata={"about": "what is counted as saved", "choices": ("flops",)})
 
 
@@ -109,9 +106,8 @@ class CostAware(Policy[CostAwareConfig]):
     """Highest ratio ** sharpness * saving first, one unit after the other.
 
     The saving of a unit is what `BackwardSavings` gains by it, given what is frozen already. The first units may save
-    little alone and much together, so they are also looked at together, as many as there is room for: the first of them
-    freezes if they save more, per unit, than any unit alone. Ratios lie close together (0.8 to 1 in a trained
-    ResNet-18) while savings differ by a factor of ten, hence the power.
+    much together only: the first of them freezes if they save more, per unit, than any unit alone. Ratios lie close
+    together (0.8 to 1 in a trained ResNet-18) while savings differ by a factor of ten, hence the power.
     """
 
     Config = CostAwareConfig

@@ -4,8 +4,7 @@ import functools
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -39,13 +38,13 @@ class FrozenPrefix:
         cut = module.get_submodule(self.cut)
 
         def stop(*args: Any, **kwargs: Any) -> Any:
-            raise _Reached(cut._call_impl(*args, **kwargs))
+            raise _ReachedCut(cut._call_impl(*args, **kwargs))
 
         try:
             with redirect_calls({cut: stop}):
                 module(x)
-        except _Reached as reached:
-            return reached.output
+        except _ReachedCut as reached:
+            return reached.args[0]
         raise RuntimeError(f"the forward did not call {self.cut!r}")
 
     def rest(self, module: nn.Module, h: Tensor) -> Any:
@@ -62,39 +61,14 @@ class FrozenPrefix:
             return module(placeholder(""))
 
 
-class _Reached(Exception):
-    """Ends a forward at the cut."""
-
-    def __init__(self, output: Tensor) -> None:
-        super().__init__()
-        self.output = output
+class _ReachedCut(Exception):
+    """Ends a forward at the cut, with its output."""
 
 
-@dataclass
-class _Call:
+class _Call(NamedTuple):
     path: str
-    begin: int
-    end: int = -1
-    output: Tensor | None = None
-
-
-@dataclass
-class _Recorder:
-    """Calls of submodules, in the order in which they end."""
-
-    calls: list[_Call] = field(default_factory=list)
-    open: list[_Call] = field(default_factory=list)
-    clock: int = 0
-
-    def enter(self, path: str, module: nn.Module, inputs: Any) -> None:
-        self.clock += 1
-        self.open.append(_Call(path, self.clock))
-
-    def leave(self, path: str, module: nn.Module, inputs: Any, output: Any) -> None:
-        self.clock += 1
-        call = self.open.pop()
-        call.end, call.output = self.clock, output if isinstance(output, Tensor) else None
-        self.calls.append(call)
+    first: int  # how many calls had ended before this one began; those after them are inside it
+    output: Tensor | None
 
 
 def find_prefix(module: nn.Module, example: Tensor) -> FrozenPrefix | None:
@@ -104,29 +78,32 @@ def find_prefix(module: nn.Module, example: Tensor) -> FrozenPrefix | None:
     A submodule is a cut if its output depends on nothing that trains and on no randomness, and if the rest of the
     forward computes the same from that output alone, bit by bit.
     """
-    recorder = _Recorder()
+    calls: list[_Call] = []  # of submodules, in the order in which they end
+    begun: list[int] = []  # `first` of those that have not ended
+
+    def leave(path: str, module: nn.Module, inputs: Any, output: Any) -> None:
+        calls.append(_Call(path, begun.pop(), output if isinstance(output, Tensor) else None))
+
     with ExitStack() as stack:
         stack.enter_context(unchanged(module))
         stack.enter_context(torch.enable_grad())
         for path, part in module.named_modules():
-            stack.callback(part.register_forward_pre_hook(functools.partial(recorder.enter, path)).remove)
-            stack.callback(part.register_forward_hook(functools.partial(recorder.leave, path)).remove)
+            stack.callback(part.register_forward_pre_hook(lambda *_: begun.append(len(calls))).remove)
+            stack.callback(part.register_forward_hook(functools.partial(leave, path)).remove)
         module(example)
-    times = Counter(call.path for call in recorder.calls)
+    times = Counter(call.path for call in calls)
     with_weights = {path for path, part in module.named_modules() if any(True for _ in part.parameters(recurse=False))}
-    for cut in reversed(recorder.calls):
+    for end, cut in reversed(list(enumerate(calls, start=1))):
         if not cut.path or cut.output is None or cut.output.requires_grad or times[cut.path] > 1:
             continue
-        before = [call for call in recorder.calls if call.end < cut.begin]
-        inside = [call for call in recorder.calls if cut.begin <= call.begin and call.end <= cut.end]
-        if not any(call.path in with_weights for call in (*before, *inside)):
+        if not any(call.path in with_weights for call in calls[:end]):
             return None  # no layer would be saved
-        outermost = [c for c in before if not any(o.begin < c.begin and c.end < o.end for o in before)]
-        if any(call.output is None for call in outermost):
-            continue
-        shapes = {"": example.shape} | {call.path: call.output.shape for call in outermost if call.output is not None}
+        before, shapes = cut.first, {"": example.shape}  # of the outermost calls that ended before the cut began
+        while before and (output := calls[before - 1].output) is not None:
+            shapes.setdefault(calls[before - 1].path, output.shape)
+            before = calls[before - 1].first
         prefix = FrozenPrefix(module, cut.path, shapes)
-        if _is_exact(prefix, module, example):
+        if before == 0 and _is_exact(prefix, module, example):
             return prefix
     return None
 
@@ -144,8 +121,7 @@ def _is_exact(prefix: FrozenPrefix, module: nn.Module, example: Tensor) -> bool:
 
 @contextmanager
 def redirect_calls(calls: Mapping[nn.Module, Callable[..., Any]]) -> Iterator[None]:
-    """Inside, calling one of these modules calls its function, by the attribute in which torch keeps compiled forwards.
-    `module._call_impl` is the module's own call."""
+    """Inside, calling one of these modules calls its function; `module._call_impl` is the module's own call."""
     before = {module: module._compiled_call_impl for module in calls}  # not None after `module.compile()`
     try:
         for module, call in calls.items():

@@ -6,9 +6,9 @@ from typing import Any
 
 import torch
 
+from ptlf.freezing.cost import Saving
 from ptlf.freezing.freezer import Freezer
 from ptlf.freezing.policies import Context, Policy, RatiosOf
-from ptlf.freezing.savings import Saving
 from ptlf.freezing.schedule import FreezeSchedule
 
 UPDATES = ("one-shot", "per-epoch")
@@ -45,8 +45,7 @@ class ProgressiveFreezing:
         self.log: list[dict[str, Any]] = []
 
     def begin_task(self, index: int, past: bool | None = None) -> None:
-        """Everything thaws, if only until the first epoch. In a task without a past, by default that with index 0,
-        nothing freezes."""
+        """Everything thaws, if only until the first epoch. Without a past (in the first task) nothing freezes."""
         self.keep_frozen = list(self.freezer.frozen) if self.thaw == "needed" else []
         self.freezer.thaw()
         self.context.ratios = None
@@ -61,8 +60,7 @@ class ProgressiveFreezing:
         return self.active and self.policy.needs_ratios and (epoch == 0 or later)
 
     def begin_epoch(self, epoch: int, ratios: RatiosOf | None = None) -> list[str]:
-        """Freeze what the schedule allows by now; the units that froze just now. ratios: computes those of units not
-        yet frozen; given where `needs_ratios` says so."""
+        """Freeze what the schedule allows by now; the units that froze just now. ratios: if `needs_ratios`."""
         if not self.active:
             return []
         units, frozen = self.context.units, list(self.freezer.frozen)
@@ -97,7 +95,7 @@ class ProgressiveFreezing:
             self.log[-1].setdefault("ratios_by_epoch", {})[str(epoch + 1)] = dict(self.context.ratios)
 
     def log_directions(self, directions: Mapping[str, int]) -> None:
-        """How many singular vectors the ratios were computed with, by unit. Those of the task's start stay."""
+        """How many singular vectors were kept, by unit. Those of the task's start stay."""
         self.log[-1]["directions"] = {**directions, **self.log[-1].get("directions", {})}
 
     def state_dict(self) -> dict[str, Any]:

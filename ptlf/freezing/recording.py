@@ -130,7 +130,7 @@ def _requiring_gradient(value: Any) -> Any:
 
 @contextmanager
 def unchanged(*modules: nn.Module, values: bool = True) -> Iterator[None]:
-    """Restore parameters, buffers, modes and torch's global random state on exit, even after an exception.
+    """Restore parameters, buffers, modes and torch's global random state on exit.
 
     values: False for work among fake tensors, which change single numbers only: no others are copied and put back.
     """

@@ -61,11 +61,10 @@ class Timetable:
 
     What is frozen depends on the moment alone, so a resumed loop calls `at` with the step it has reached.
 
-    freeze_only: freezes the units with these names and thaws all others.
     when: a mapping of moments to selectors of units, where each entry says what is frozen from then on; or a
         `FreezeSchedule`, whose share of `order` is frozen. A moment is an integer (an epoch or a step, whichever `at`
         is called with) or a float in [0, 1] (a fraction of `total`; without `total`, `at` is called with fractions).
-    total: the number of epochs or steps. A `FreezeSchedule` is stretched to it: with 10 epochs and a total of 1000,
+    total: the number of epochs or steps, to which a `FreezeSchedule` is stretched: with 10 epochs and a total of 1000,
         step 500 is its epoch 5. Without `total`, `at` is called with its epochs.
     order: names in the order in which a `FreezeSchedule` freezes them; by default that of the data.
     """

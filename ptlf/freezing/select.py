@@ -14,9 +14,9 @@ Selector = str | nn.Module | re.Pattern[str] | int | Unit | Callable[[Unit], boo
 def select(units: Sequence[Unit], wanted: Selector) -> list[Unit]:
     """The units that are meant, in their own order.
 
-    wanted: a unit's name, or a module path that units lie in ("layer1" means "layer1.0.conv1" and its like, not
-    "layer10"); the module itself; a compiled regular expression, searched for in the names; n for the first n units; a
-    function of a unit; or an iterable of such. A text, module or expression that means no unit is an error.
+    wanted: a unit's name, or a module path that units lie in ("layer1" means "layer1.0.conv1", not "layer10"); the
+    module itself; a compiled regular expression to find in the names; n for the first n units; a function of a unit;
+    or an iterable of such. A text, module or expression that means no unit is an error.
     """
     names = [unit.name for unit in units]
     if isinstance(wanted, Unit):

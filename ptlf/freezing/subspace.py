@@ -66,8 +66,7 @@ def as_matrix(part: Part, gradient: Tensor) -> Tensor:
 def watched(
     module: nn.Module, units: Sequence[Unit], see: Callable[[Unit, list[Tensor], Tensor], object]
 ) -> Iterator[None]:
-    """Puts the module in eval mode. Inside, `see(unit, inputs, output)` is called after every call of a unit's layer,
-    with the input of each of its products."""
+    """Puts the module in eval mode. Inside, `see(unit, inputs of its products, output)` follows every layer's call."""
     attention = [unit.layer for unit in units if isinstance(unit.layer, nn.MultiheadAttention)]
     projected: dict[Tensor, Tensor] = {}  # by weight, the latest input of each attention's output projection
     linear = F.linear
@@ -181,8 +180,7 @@ def empty_gram(part: Part) -> Tensor:
 
 
 def columns(part: Part, inputs: Tensor) -> Iterator[Tensor]:
-    """R in blocks (groups, m, n), a few images at a time; in float64, as an error of 1e-7 of the energy can change the
-    number of directions kept."""
+    """R in blocks (groups, m, n); in float64, as an error of 1e-7 of the energy can change the directions kept."""
     if not isinstance(part, Convolution):
         vectors = inputs.reshape(-1, fan_in(part))  # (n, m)
         for rows in vectors.split(max(1, COLUMN_BYTES // (8 * fan_in(part)))):

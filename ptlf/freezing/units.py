@@ -55,9 +55,8 @@ class Unit:
 class Trace:
     """The result of tracing a forward.
 
-    foldable: names of the units whose layer's output is used only by its norm, and whose norm has no other input. In
-        train mode too, where for example a dropout between them is active.
-    relus: those whose output no operation outside the units saves for backward; with the names of the units that do.
+    foldable: names of the units whose layer's output is used only by its norm, and whose norm has no other input, in
+        train mode too. relus: those whose output only units save for backward, with the names of these.
     """
 
     units: list[Unit]  # in order of first execution
@@ -73,8 +72,7 @@ def trained_units(module: nn.Module, example: Any = None) -> list[Unit]:
 def find_units(module: nn.Module, example: Any = None) -> list[Unit]:
     """The units of `module` in order of first execution. Layers that the forward does not execute are left out.
 
-    example: input of the module: a tensor, a tuple of arguments or a dict of keyword arguments. By default images of
-    several sizes are tried, or vectors if there is no convolution.
+    example: a tensor, a tuple of arguments or a dict of keyword arguments. By default several inputs are tried.
     """
     return trace(module, example).units
 
@@ -155,9 +153,8 @@ class Ownership:
     """The autograd graph of a forward, to find the unit that a parameter of no layer belongs to.
 
     The parameter is followed to the first operation that joins it with data. If the result goes to layers only, and the
-    next layer is nearer in the module tree than the last one before (or as near, and the data go past the operation
-    too), it belongs to the next layer, as a norm before it does. Otherwise it belongs to the last layer that the result
-    depends on, as layer scale does. Of several units the first counts: nothing trains before a frozen prefix.
+    next one is nearer in the module tree than the last one (or as near, and the data go past the operation too), it
+    belongs to the next, as a norm before it does; else to the last, as layer scale does. Of several the first counts.
     """
 
     def __init__(self, record: ForwardRecord, units: Sequence[Unit], output: Any) -> None:
@@ -185,7 +182,8 @@ class Ownership:
                     waiting.append(before)
                 self.consumers[before].append(node)
         bare = {node for leaf, node in self.leaves.items() if isinstance(leaf, nn.Parameter)}
-        self.inner = sorted((node for node in self.consumers if not is_leaf(node)), key=age)
+        # An operation comes after those it depends on.
+        self.inner = sorted((n for n in self.consumers if not is_leaf(n)), key=lambda n: n._sequence_nr())  # type: ignore[attr-defined]
         leaves = list(self.leaves.values())
         self.has_data = {node: node not in bare for node in leaves}
         self.last_before = dict.fromkeys(leaves, -1)  # greatest index of a unit that the result depends on
@@ -254,8 +252,3 @@ def node_inputs(node: Node) -> list[Node]:
 
 def is_leaf(node: Node) -> bool:
     return node.name() == "torch::autograd::AccumulateGrad"
-
-
-def age(node: Node) -> int:
-    """Position in the forward: an operation comes after those it depends on."""
-    return node._sequence_nr()  # type: ignore[attr-defined, no-any-return]

@@ -1,7 +1,6 @@
 """Batch norm, residual sum and ReLU in training, with as few passes over memory as possible; heads that run on them.
 
-Where processes share the batch, the statistics of a norm are those of all rows of all processes: means and variances
-are gathered in forward, the two sums of the gradient are added up in backward. Each is one small exchange.
+Processes that share a batch exchange means and variances in forward, and the two sums of the gradient in backward.
 """
 
 from collections.abc import Sequence
@@ -34,9 +33,8 @@ class TileSize(NamedTuple):
     programs: int = 512  # of a reduction, at most; they share its tiles: about four per multiprocessor of an H200
 
 
-# Found by trying on an H200 at 32, 64 and 224 px, where a second size for large tensors gains less than 3 % of any
-# kernel. The size of a reduction decides in which order it adds, and so the last bits of a step. The other kernels give
-# the same bits with any size.
+# Found by trying on an H200 at 32, 64 and 224 px. The size of a reduction decides in which order it adds, and so the
+# last bits of a step.
 SIZES = {
     "sums": TileSize(2048, 2, programs=1024),
     "normalise": TileSize(1024, 2),
@@ -57,8 +55,7 @@ def next_power_of_2(size: int) -> int:
 
 
 class Tiles:
-    """The tiling of a channels-last tensor for a kernel of `SIZES`. grid: one program per tile. sum_grid: `parts`
-    programs per view and block of channels, which share its tiles."""
+    """Tiles of a channels-last tensor. grid: a program per tile. sum_grid: `parts` per view and block of channels."""
 
     def __init__(self, x: Tensor, views: int, kernel: str) -> None:
         self.channels, self.views = x.shape[1], views
@@ -186,8 +183,7 @@ def norm_gradients(
 class _NormReLU(torch.autograd.Function):
     """relu(norm(x) + extra + residual); ReLU, extra and residual are optional.
 
-    Returns the result twice, for its two consumers (next layer and shortcut). Their gradients then arrive separately
-    and are added in a kernel that reads them anyway; autograd would add them in a kernel of its own.
+    Returns the result twice, for next layer and shortcut: a kernel that reads their gradients anyway adds them.
     """
 
     @staticmethod

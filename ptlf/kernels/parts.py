@@ -1,8 +1,7 @@
 """The parts of a training step in faster code: heads, augmentation, and the encoder.
 
 On a GPU heads run in `norm` and our residual networks in `resnet`, where a freeze leaves nothing to compile. Views are
-compiled, and of other encoders the repeated blocks, which share their code, with a variant for each way their units
-freeze. An encoder without such blocks is compiled as a whole, once for every set of frozen units.
+compiled, and of other encoders the repeated blocks, or else the whole, with a variant for each way units freeze.
 """
 
 import functools

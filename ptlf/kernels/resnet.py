@@ -20,12 +20,8 @@ Layers = tuple[nn.Conv2d, ViewBatchNorm2d]
 
 def can_fuse(encoder: nn.Module) -> bool:
     """Whether it is our ResNet, in train mode, in float32, or PNN's columns of such, of which the last one trains."""
-    *older, last = used_columns(encoder) if type(encoder) is Columns else [encoder]
+    *older, last = encoder.columns[: encoder.current + 1] if type(encoder) is Columns else [encoder]
     return is_plain(last, training=True) and all(is_plain(column, training=False) for column in older)
-
-
-def used_columns(encoder: Columns) -> list[nn.Module]:
-    return list(encoder.columns[: encoder.current + 1])
 
 
 def is_plain(network: nn.Module, *, training: bool) -> bool:
@@ -81,7 +77,7 @@ def fused_forward(encoder: nn.Module, images: Tensor) -> Tensor:
         if not isinstance(encoder, Columns):
             return Forward(encoder, dtype).stages(images)[-1].mean((2, 3))  # type: ignore[arg-type]
         maps: list[list[Tensor]] = []  # by column, by stage
-        for index, column in enumerate(used_columns(encoder)):
+        for index, column in enumerate(encoder.columns[: encoder.current + 1]):
             with torch.set_grad_enabled(torch.is_grad_enabled() and index == encoder.current):
                 maps.append(Forward(column, dtype).stages(images, encoder.laterals[index], maps))  # type: ignore[arg-type]
         return maps[-1][-1].mean((2, 3))

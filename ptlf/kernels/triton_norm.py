@@ -111,8 +111,7 @@ def _statistics(
     momentum, eps,
     VIEWS: tl.constexpr, TRACK: tl.constexpr, SHARED: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
-    """Mean and 1 / sqrt(var + eps) of every view, from the partial sums or (SHARED) the moments of all processes. The
-    running statistics are updated by one view after the other."""
+    """Mean and 1 / sqrt(var + eps) of every view, from partial sums or (SHARED) moments. Running ones follow."""
     c = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)
     old_mean = tl.load(running_mean + c, mask=c < channels, other=0.0)
     old_var = tl.load(running_var + c, mask=c < channels, other=0.0)
@@ -164,8 +163,7 @@ def _gradient_sums(
     grad, other, source, x, mean, inv_std, weight, bias, total, partial, rows, channels, parts,
     MASK: tl.constexpr, OTHER: tl.constexpr, TOTAL: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
-    """Partial sums of the masked gradient, which may come as two terms (OTHER), and of its product with x - mean. With
-    TOTAL the masked sum is stored, to be reused."""
+    """Partial sums of the masked gradient (OTHER: of two terms; TOTAL: stored), and of its product with x - mean."""
     blocks = tl.cdiv(rows, BLOCK_R)
     first = tl.zeros((BLOCK_R, BLOCK_C), tl.float32)
     second = tl.zeros((BLOCK_R, BLOCK_C), tl.float32)
@@ -197,12 +195,8 @@ def _coefficients(
     partial, sums, mean, inv_std, weight, coefficients, grad_weight, grad_bias, rows, channels, parts, processes,
     VIEWS: tl.constexpr, SHARED: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
-    """a, b, d of every view and channel: the input gradient is a * gradient + b * input + d. Also the gradients of the
-    norm's weight and bias.
-
-    SHARED: a, b, d are of the sums over all processes, (views, 2, C). The gradients of weight and bias are of this
-    process's rows: they are averaged with all others.
-    """
+    """a, b, d of every view and channel: the input gradient is a * gradient + b * input + d. SHARED: of the sums over
+    all processes, (views, 2, C). The gradients of the norm's weight and bias are of this process's rows."""
     c = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)
     factor = tl.load(weight + c, mask=c < channels, other=0.0)
     weights = tl.zeros((BLOCK_C,), tl.float32)

@@ -3,13 +3,11 @@
 from typing import Any
 
 from ptlf.core.registry import Registry
-from ptlf.methods.anchor import Anchor
-from ptlf.methods.cassle import PFR, Cassle
-from ptlf.methods.der import DER
-from ptlf.methods.lump import Lump
+from ptlf.methods.distillation import PFR, Anchor, Cassle
 from ptlf.methods.memory import Memory, MemoryConfig
 from ptlf.methods.method import Finetune, Method, MethodConfig, Multitask
 from ptlf.methods.pnn import PNN
+from ptlf.methods.replay import DER, Lump
 from ptlf.methods.si import SI
 
 MEMBERS = {

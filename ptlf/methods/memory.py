@@ -22,8 +22,7 @@ class MemoryConfig:
 class Memory(nn.Module):
     """A reservoir sample: every image seen so far is kept with equal probability; an epoch's repeats count as seen.
 
-    The decisions are taken on the host (`slots`), the copies on the device: the buffers have one row more than `size`,
-    where whatever is not kept goes, so that the copy has a fixed shape.
+    The host decides (`slots`). For copies of a fixed shape the buffers have a spare row, for what is not kept.
     """
 
     def __init__(

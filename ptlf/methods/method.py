@@ -1,8 +1,7 @@
 """The method's contract: how forgetting is fought. It returns losses; the trainer owns the optimizer.
 
-The moments, in order: `begin_task`, then per step `draw` (host randomness), `mix` (what the loss sees), `losses`,
-`after_backward` (before the optimizer's step), `remember` (after it), and `end_task`. Its parameters are trained with
-the model's. All that a resumed run needs is in its `state_dict`; `begin_task` is not called again for a resumed task.
+The moments, in order: `begin_task`, per step `draw`, `mix`, `losses`, `after_backward`, `remember`, then `end_task`.
+Its parameters train with the model's. Its `state_dict` has all that a resumed task needs, without `begin_task`.
 """
 
 from collections.abc import Iterator
@@ -60,13 +59,11 @@ class Method(nn.Module, Generic[C]):
         self.task = index
 
     def teacher(self) -> Teacher | None:
-        """An earlier model that the step runs too. It shares the forward of a frozen prefix that both have alike,
-        unless it `moves` within a task."""
+        """An earlier model that the step runs too. It may share the forward of a frozen prefix, unless it `moves`."""
         return None
 
     def graph_key(self) -> str:
-        """What a step's operations depend on, besides which units are frozen. A graph captured in an earlier task is
-        replayed in this one only if its key was the same."""
+        """What a step's operations depend on, besides frozen units: a captured graph is replayed if it is equal."""
         recorded_in = {"every_task": self.task, "second_task": min(self.task, 1), "never": 0}
         return f"task {recorded_in[self.recapture]}"
 

@@ -54,9 +54,8 @@ class Columns(nn.Module):
     """Residual networks side by side, one per task, all there from the start; `current` is the newest in use.
 
     In training the vector is the current column's (B, feature_dim); in eval mode those of all columns so far, joined.
-    Stage by stage from the second on, a column also gets what the stage before gave in all older columns, through a
-    lateral connection. Older columns take no gradient and their norms use running statistics: they do not move.
-    The initial weights of a column follow from torch's seed and its number, however many there are.
+    From the second stage on, a column also gets the maps of all older columns, through a lateral connection. Older
+    columns do not move. Initial weights of a column follow from torch's seed and its number, however many there are.
     """
 
     def __init__(self, template: ResNet, width: float, tasks: int) -> None:

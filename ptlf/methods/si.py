@@ -26,8 +26,7 @@ class SIConfig(MethodConfig):
 class SI(Method[SIConfig]):
     """SI: weights that earned much of the past tasks' progress are held near where those tasks left them.
 
-    Importance follows LUMP's public code, not Zenke et al.: the path counts lr * grad^2 with the clipped gradient of
-    the whole loss, penalty included, in place of -grad * change.
+    Importance follows LUMP's public code: the path counts lr * grad^2 of the whole loss, in place of -grad * change.
     """
 
     Config = SIConfig

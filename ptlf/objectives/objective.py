@@ -1,12 +1,10 @@
 """The objective's contract: heads on top of the encoder's vectors, and the loss. It knows no backbone.
 
 An objective sees float32 features, one tensor (B, feature_dim) per view, and the batch they were made from. Its
-`projector` turns them into projections z (B, projection_dim); `compare` is the loss between the views' projections,
-`distill` the same kind of loss between predicted projections and those of an earlier model. Its parameters train with
-the encoder's; what moves without a gradient moves in `after_step`.
+`projector` turns them into projections (B, projection_dim). Its parameters train with the encoder's.
 
-Where several processes share a run, each has its share of the batch. A loss that is a mean over images needs to know
-nothing of it; one that compares images, or takes statistics over them, takes `all_gather_rows` of its vectors first.
+Where several processes share a run, each has its share of the batch. A loss that compares images, or takes statistics
+over them, takes `all_gather_rows` of its vectors first.
 """
 
 import math
@@ -39,8 +37,7 @@ class MLP(nn.Sequential):
 def mlp(*widths: int, norm: bool = True, last_norm: bool = False) -> MLP:
     """Linear layers from each width to the next, ReLU between them.
 
-    norm: a BatchNorm before each ReLU. last_norm: one after the last layer too, as in the projectors of SimSiam and
-    Barlow Twins in the LUMP protocol.
+    norm: a BatchNorm before each ReLU. last_norm: one after the last layer too.
     """
     layers: list[nn.Module] = []
     weights = sum(inputs * outputs for inputs, outputs in pairwise(widths))
@@ -70,8 +67,8 @@ class Teacher(nn.Module):
 class MomentumTeacher(Teacher):
     """A moving average of the trained weights; its norms keep running statistics of their own.
 
-    At each step the teacher keeps a share of itself that rises from `start` to `end` by half a cosine over the steps of
-    a task, and starts again with the next task (as in CaSSLe's code). It is computed on the device from a step counter.
+    The share of itself that it keeps rises from `start` to `end` by half a cosine over the steps of every task (as in
+    CaSSLe's code). It is computed on the device from a step counter.
     """
 
     moves = True
@@ -139,8 +136,7 @@ class Objective(nn.Module, Generic[C]):
         raise NotImplementedError
 
     def begin_task(self, steps: int) -> None:
-        """Called before the first of a task's `steps` steps. What differs from task to task must be in a buffer: a
-        graph captured in an earlier task may be replayed."""
+        """Before a task's first step. What differs between tasks must be in a buffer: captured graphs are replayed."""
         if self.teacher is not None:
             self.teacher.begin_task(steps)
 

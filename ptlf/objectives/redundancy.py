@@ -44,8 +44,7 @@ class BarlowTwins(Objective[BarlowTwinsConfig]):
 
 
 def barlow_twins_loss(z1: Tensor, z2: Tensor, redundancy: float = 5e-3) -> Tensor:
-    """Of the views' projections (B, D): the sum of (1 - C_ii)^2 plus `redundancy` times the sum of squared off-diagonal
-    C_ij, where C (D, D) is their cross-correlation over the batch."""
+    """Sum of (1 - C_ii)^2 + `redundancy` * C_ij^2, of the cross-correlation C (D, D) of projections (B, D)."""
     z1, z2 = all_gather_rows(z1), all_gather_rows(z2)
     correlation = standardise_columns(z1).T @ standardise_columns(z2) / len(z1)
     diagonal = correlation.diagonal()

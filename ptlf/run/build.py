@@ -22,12 +22,12 @@ from ptlf.core.randomness import Randomness, derived_seed, seeded
 from ptlf.core.settings import as_dict
 from ptlf.encoders import ENCODERS, EncoderConfig, as_encoder, brings_weights, feature_dim, set_normalisation
 from ptlf.encoders.encoder import SizedConfig
+from ptlf.encoders.norm import broadcast_and_sync_bn
 from ptlf.encoders.weights import Weights, load_weights, read_tensors
 from ptlf.evaluation import Gallery, Prober
 from ptlf.freezing import Freezer, FreezeSchedule, ProgressiveFreezing
-from ptlf.freezing.cost import kept_bytes
+from ptlf.freezing.cost import kept_bytes, measure_savings
 from ptlf.freezing.recording import unchanged
-from ptlf.freezing.savings import measure_savings
 from ptlf.freezing.units import trained_units
 from ptlf.methods import METHODS, Memory, Method
 from ptlf.model import Model
@@ -40,11 +40,10 @@ from ptlf.stream import STREAMS, Dataset, Stream, open_stream
 from ptlf.stream.arrivals import arrivals, with_arrivals, without_tasks
 from ptlf.stream.decode import Fit
 from ptlf.stream.images import find_images, open_images
-from ptlf.stream.loading import Sources
+from ptlf.stream.loading import image_sources
 from ptlf.stream.pack import data_root
 from ptlf.stream.packing import OnError, labelled_dataset, sample_images
 from ptlf.stream.task import single_task_stream
-from ptlf.training.distributed import broadcast_and_sync_bn
 from ptlf.training.engine import choose_dtype, choose_engine, make_accelerator
 from ptlf.training.optimizers import OPTIMIZERS
 from ptlf.training.trainer import Trainer, TrainingConfig, check_batch, check_warmup
@@ -69,7 +68,7 @@ class Components:
         self.device = device = processes.local_device(choose_device(config.device))
         if device.type == "cuda" and device.index is not None:
             torch.cuda.set_device(device)  # streams, graphs and Triton kernels use the current device
-        self.random, sources = Randomness(config.seed), Sources(device, config.stream.resident)
+        self.random, sources = Randomness(config.seed), image_sources(device, config.stream.resident)
         self.view_size = size = config.views.size or stream.size
         if config.memory.images and not (folder and (folder / "config.yaml").exists()):
             open_images(find_images(config.memory.images, data_root(config.data_root)))  # a resumed run has them

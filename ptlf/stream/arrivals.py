@@ -126,12 +126,11 @@ def pack_incoming(
     test_fraction: float = 0.0,
     **options: Any,
 ) -> Pack:
-    """Pack what SOURCE holds as the next task of the run in `folder`, in a place where `arrivals` does not see it yet.
+    """Pack SOURCE as the next task of the run in `folder`, in a place where `arrivals` does not see it yet.
 
-    SOURCE is what `packing.pack_images` takes, or the name of a packed set in `root`. A folder of images, at any depth,
-    is a task without labels; with a `train` folder that holds a folder per class, or with `test_fraction`, it has them.
-    size: of the images in pixels; None: that of a packed set or of arrays, else `default_size`.
-    options: of `PackOptions`.
+    SOURCE is what `packing.pack_images` takes, or the name of a packed set in `root`. A folder of images is a task
+    without labels; with a folder per class in its `train`, or with `test_fraction`, it has them.
+    size: None: that of a packed set or of arrays, else `default_size`. options: of `PackOptions`.
     """
     number, word, labelled = len(arrivals(folder)) + 1, "images", None
     if isinstance(source, str | os.PathLike):
@@ -208,8 +207,7 @@ def check_watched(folder: Path) -> None:
 
 
 def settled(folder: Path, settle: float, now: float, known: Collection[str] = ()) -> list[Path]:
-    """Subfolders with images in which nothing has changed for `settle` seconds before `now`, oldest first. known: paths
-    to leave out. A folder is as old as its oldest image. A copy that keeps dates is a change too."""
+    """Subfolders but `known` in which nothing changed for `settle` seconds before `now`, the oldest image's first."""
     check_watched(folder)
     found = []
     for name in subfolders(folder):

@@ -4,7 +4,7 @@ import mmap
 import os
 import weakref
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import lru_cache, partial
@@ -101,14 +101,12 @@ class ImageSource:
             out.numpy()[:] = self._pixels[indices.numpy()]
 
 
-class Sources:
+Sources = Callable[[Images], ImageSource]
+
+
+def image_sources(device: torch.device, resident: bool | None = None) -> Sources:
     """An ImageSource for each set of images. The latest are kept: training and test images are used in turn."""
-
-    def __init__(self, device: torch.device, resident: bool | None = None) -> None:
-        self._source = lru_cache(3)(partial(ImageSource, device=device, resident=resident))
-
-    def __call__(self, images: Images) -> ImageSource:
-        return self._source(images)
+    return lru_cache(3)(partial(ImageSource, device=device, resident=resident))
 
 
 class PixelFile:

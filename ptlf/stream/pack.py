@@ -1,8 +1,5 @@
-"""Packed data sets: the only format on disk that training reads.
-
-`ROOT/NAME/` holds `pack.json` and, per split, `SPLIT.npy` (uint8, N x S x S x 3) and `SPLIT_labels.npy` (int64, N). A
-pack is written to a hidden folder and renamed when complete, so `ROOT/NAME` is never incomplete.
-"""
+"""Packed data sets, the only format on disk that training reads: `ROOT/NAME/` holds `pack.json` and, per split,
+`SPLIT.npy` (uint8, N x S x S x 3) and `SPLIT_labels.npy` (int64, N)."""
 
 import os
 import re

@@ -58,12 +58,10 @@ class SquareBatch(NamedTuple):
     problems: list[tuple[str, str]]  # name and reason
 
 
-def decode_squares(
-    images: ImageSplit, size: int, fit: Fit = "crop", workers: int | None = None
-) -> Iterator[SquareBatch]:
+def decode_squares(part: ImageSplit, size: int, fit: Fit = "crop", workers: int | None = None) -> Iterator[SquareBatch]:
     """Batches of squares, in order. Threads suffice: Pillow decodes and resizes outside Python's lock."""
     step = min(BATCH, max(1, BATCH_BYTES // (size * size * 3)))
-    rows = iter(images.read())
+    rows = iter(part.read())
 
     def attempt(row: Row) -> np.ndarray | BadImage:
         try:
@@ -169,10 +167,8 @@ def pack_folder(
 ) -> Pack:
     """Pack a folder of images: `train/NAME/...` (and `test/` or `val/`), or `NAME/...` directly.
 
-    There is one folder per class or per task, with files at any depth; hidden files (".x") and such as notes.txt are
-    left out. `names` selects and orders the folders. If there is no test folder, `test_fraction` holds out evenly
-    spaced files of each class.
-    options: of `PackOptions`.
+    There is one folder per class or task, with files at any depth, of which hidden ones and such as notes.txt are left
+    out. `names` selects and orders the folders. options: of `PackOptions`.
     """
     source, target, packing = Path(source), Path(root) / name, PackOptions(**options)
     check_name(name)
@@ -276,8 +272,7 @@ def read_all(
 def labelled_dataset(
     path: Path, size: int, test_fraction: float, fit: Fit = "crop", on_error: OnError | None = None
 ) -> Dataset:
-    """A labelled set with test images, read into memory; a packed set of this size stays a memory map. on_error: None
-    refuses broken images where skipping is no way out."""
+    """A labelled set with test images, in memory, or a memory map if it is packed at this size. on_error: see above."""
     if (path / "pack.json").is_file():
         data = packed(path.absolute().parent, path.name)
         if data.size == size and data.test is not None and data.folders == "classes":

@@ -276,8 +276,7 @@ def indices(images: Images, labels: Sequence[int], per_class: int | None) -> np.
 
 
 def digest(images: Images, chosen: np.ndarray) -> str:
-    """SHA-256 of the chosen images and their labels. The checksum of their files, where it is known, stands for them: a
-    large set need not be read."""
+    """SHA-256 of the chosen images and their labels, or of the checksum of their files, where that is known."""
     if images.sha256 is not None:
         found = hashlib.sha256(images.sha256.encode())
         found.update(np.ascontiguousarray(chosen, dtype="<i8").tobytes())

@@ -1,7 +1,6 @@
 """Checkpoints: the state from which a run continues bit for bit. Written atomically, by a thread, without pickle.
 
-A file is one line with the SHA-256 of the rest, followed by safetensors data: the tensors by name, and all other values
-as JSON in the metadata.
+A file is a line with the SHA-256 of the rest, and safetensors data: tensors, and all else as JSON in the metadata.
 """
 
 import hashlib
@@ -209,8 +208,7 @@ def check_magic(path: Path, head: bytes) -> None:
 
 
 def optimizer_state(optimizer: Optimizer, names: Mapping[Tensor, str]) -> dict[str, Any]:
-    """optimizer: state by parameter name. optimizer_groups: by parameter group, what the optimizer itself counts or
-    adapts there: not the rate, nor what it was made with."""
+    """State by parameter name, and by group what the optimizer itself counts or adapts there, but not the rate."""
     groups = []
     for group in optimizer.param_groups:
         plain = {n: v for n, v in group.items() if type(v) in SCALARS and v != optimizer.defaults.get(n)}

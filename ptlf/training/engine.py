@@ -70,7 +70,7 @@ class Engine:
 
     @contextmanager
     def arithmetic(self) -> Iterator[None]:
-        """Backend flags for a step and for parts of it that run separately: deterministic cuDNN algorithms."""
+        """Backend flags for a step and for its parts: deterministic cuDNN algorithms."""
         before = torch.backends.cudnn.deterministic
         torch.backends.cudnn.deterministic = True
         try:
@@ -90,8 +90,8 @@ class Captured:
 
 
 class CapturedEngine(Engine):
-    """Runs the body a few times, then records it into a CUDA graph, one per batch size and set of frozen units, and
-    replays that. All graphs use the same memory: of what a replay leaves there, only the losses are read."""
+    """Runs the body a few times, then replays a CUDA graph of it, one per batch size and frozen set. All of them
+    use the same memory: of what a replay leaves there, only the losses are read."""
 
     def __init__(self, body: Body, device: torch.device, full: int) -> None:
         """full: the batch size; the last batch of an epoch may be smaller."""

@@ -50,7 +50,5 @@ class KeptViews:
         """For each of a step's views one of those kept, in float32. uniforms (views, B): which."""
         kinds, rows = len(uniforms), self.rows[indices]
         each = len(self.outputs) // kinds
-        picked = [
-            kind + kinds * (u.to(rows.device) * each).long().clamp(max=each - 1) for kind, u in enumerate(uniforms)
-        ]
+        picked = [k + kinds * (u.to(rows.device) * each).long().clamp(max=each - 1) for k, u in enumerate(uniforms)]
         return [self.outputs[views, rows].float() for views in picked]

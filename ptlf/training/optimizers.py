@@ -36,8 +36,7 @@ class UpdateRule(Generic[C]):
 
     @staticmethod
     def first_state(group: dict[str, Any], parameter: Tensor) -> State | None:
-        """The state that the parameter's first step starts from, by the names in `Optimizer.state`: a captured step can
-        be replayed after a freeze and a thaw. None = unknown: after every freeze it is captured again."""
+        """What the parameter's first step starts from. None = unknown: after a freeze, steps are captured again."""
         return None
 
 
@@ -129,10 +128,10 @@ class LARS(Optimizer):
         loss = torch.enable_grad()(closure)() if closure else None
         for group in self.param_groups:
             moving = [p for p in group["params"] if p.grad is not None]
-            if matrices := [p for p in moving if p.ndim > 1]:
-                self._move(matrices, _adapted(matrices, group), group)
-            if vectors := [p for p in moving if p.ndim <= 1]:
-                self._move(vectors, _gradients(vectors), group)
+            for params in ([p for p in moving if p.ndim > 1], [p for p in moving if p.ndim <= 1]):
+                if params:
+                    direction = [p.grad for p in params if p.grad is not None]
+                    self._move(params, _adapted(params, direction, group) if params[0].ndim > 1 else direction, group)
         return loss
 
     def _move(self, params: list[Tensor], direction: list[Tensor], group: dict[str, Any]) -> None:
@@ -147,27 +146,20 @@ class LARS(Optimizer):
         torch._foreach_sub_(params, torch._foreach_mul(direction, group["lr"]))
 
 
-def _gradients(params: list[Tensor]) -> list[Tensor]:
-    return [p.grad for p in params if p.grad is not None]
-
-
-def _adapted(params: list[Tensor], group: dict[str, Any]) -> list[Tensor]:
+def _adapted(params: list[Tensor], gradients: list[Tensor], group: dict[str, Any]) -> list[Tensor]:
     """Gradients with weight decay, times the trust ratio. Zero weights or gradients are not adapted."""
-    weights, gradients = (torch.stack(torch._foreach_norm(tensors)) for tensors in (params, _gradients(params)))
-    trust = group["eta"] * weights / (gradients + group["weight_decay"] * weights + group["eps"])
-    trust = torch.where((weights > 0) & (gradients > 0), (trust / group["lr"]).clamp(max=1.0), 1.0)
-    direction = torch._foreach_add(_gradients(params), params, alpha=group["weight_decay"])
+    weight, gradient = (torch.stack(torch._foreach_norm(tensors)) for tensors in (params, gradients))
+    trust = group["eta"] * weight / (gradient + group["weight_decay"] * weight + group["eps"])
+    trust = torch.where((weight > 0) & (gradient > 0), (trust / group["lr"]).clamp(max=1.0), 1.0)
+    direction = torch._foreach_add(gradients, params, alpha=group["weight_decay"])
     torch._foreach_mul_(direction, list(trust.unbind()))
     return list(direction)
 
 
 @torch.no_grad()
 def prepare_state(rule: type[UpdateRule], optimizer: Optimizer, kept: dict[Tensor, State]) -> bool:
-    """Give parameters that train and have no state their first one, before a step that may be captured: the rate is a
-    tensor. Returns whether all of them have one.
-
-    kept: the state every parameter had. After a thaw it starts again in the same tensors, to which a graph writes.
-    """
+    """Give parameters that train their first state, before a step that may be captured: the rate is a tensor. Returns
+    whether all have one. kept: the state of every parameter, whose tensors a graph writes to, also after a thaw."""
     complete = True
     for group in optimizer.param_groups:
         trained = [p for p in group["params"] if p.requires_grad] if isinstance(group["lr"], Tensor) else []

@@ -9,8 +9,7 @@ from typing import Any, Self
 
 
 class Stopped(Exception):
-    """The run was stopped by a signal, after saving a checkpoint, or else `lost` says what is lost. `unlearnt` names a
-    task that was given and is not in the run yet."""
+    """By a signal, after saving a checkpoint; else `lost` says what is lost. `unlearnt` names a task not yet learnt."""
 
     def __init__(self, folder: Path, number: int, advice: str = "", lost: str = "", unlearnt: str = "") -> None:
         how = f"stopped without saving: {lost}" if lost else "stopped"
@@ -27,7 +26,7 @@ class StopSignals:
     """Inside, the first SIGINT or SIGTERM only sets `stop_signal`; a second SIGINT raises KeyboardInterrupt."""
 
     def __init__(self, active: bool = True, tell: bool = True) -> None:
-        """active: False leaves the signal handlers alone. tell: confirm the signal on stderr."""
+        """active: False leaves the handlers alone. tell: confirm the signal on stderr."""
         self.active, self.tell = active, tell
         self.stop_signal: int | None = None
         self._before: dict[int, Any] = {}

@@ -17,6 +17,7 @@ from ptlf.core.phases import Phase, silent
 from ptlf.core.randomness import Randomness, derived_seed
 from ptlf.core.reading import recordable
 from ptlf.core.settings import key, section
+from ptlf.encoders.norm import average_statistics
 from ptlf.freezing.cost import backward_flops, kept_bytes
 from ptlf.freezing.recording import unchanged
 from ptlf.kernels import can_fuse, folded_tensors, module_variant
@@ -26,7 +27,6 @@ from ptlf.objectives.objective import Teacher
 from ptlf.stream import Images
 from ptlf.stream.loading import ImageSource, Sources
 from ptlf.training.cost import peak_memory_bytes, reset_peak_memory
-from ptlf.training.distributed import average_gradients, average_statistics
 from ptlf.training.engine import ENGINES, Addresses, CapturedEngine, Engine, choose_engine
 from ptlf.training.kept_views import KeptViews
 from ptlf.training.optimizers import OPTIMIZERS, OptimizerConfig, prepare_state
@@ -42,16 +42,10 @@ class TrainingConfig:
     batch: int = key(256, "images per step, of all processes (each gives two views)", ge=2)
     optimizer: OptimizerConfig = section(OptimizerConfig, family=OPTIMIZERS)
     epochs: int = key(200, "passes over each task's images", ge=1)
-    keep_views: int = key(
-        0,
-        "views per image whose outputs of a frozen prefix are kept for a task (CPU); 0 = new views in every step",
-        ge=0,
-    )
+    keep_views: int = key(0, "views per image kept behind a frozen prefix (CPU); 0 = new ones in every step", ge=0)
     clip: float | None = key(None, "greatest norm of a step's gradient, of all parameters; null = any", gt=0)
     last_batch: str = key("use", "what to do with an epoch's last, smaller batch", choices=("use", "drop"))
-    precision: str = key(
-        "auto", "arithmetic of the encoder; auto = bf16 if the GPU has it", choices=("auto", "fp32", "bf16")
-    )
+    precision: str = key("auto", "encoder's arithmetic; auto = bf16 if the GPU can", choices=("auto", "fp32", "bf16"))
     channels_last: bool | None = key(None, "memory layout of images and convolutions; null = on a GPU")
     engine: str = key("auto", "how the step is run; auto = captured on a GPU, else eager", choices=ENGINES)
 
@@ -187,8 +181,7 @@ class Trainer:
                 yield
 
     def keep_views(self, indices: np.ndarray, phase: Phase = silent) -> None:
-        """Where all that a step runs shares the encoder's frozen prefix, keep its outputs for `training.keep_views`
-        views of each of the task's images."""
+        """Keep the outputs of a frozen prefix that all of a step shares for `training.keep_views` views per image."""
         prefix, sharing = self.model.prefix, len(self.model.sharing) == len(self.teachers())
         if not self.config.keep_views or prefix is None or not sharing or self.method.memory is not None:
             self.kept = None
@@ -250,8 +243,7 @@ class Trainer:
     def load(
         self, chosen: Tensor, generator: torch.Generator, draws: Mapping[str, Tensor], images: Tensor | None = None
     ) -> Batch:
-        """The images with these indices (this process's share may be there already), on the device, and the labels and
-        the step's randomness, on the host: each process draws for all images, and takes its share."""
+        """The images with these indices on the device, labels and randomness on the host: this process's share."""
         mine = processes.shard(len(chosen))
         images = self.source.gather(chosen[mine]) if images is None else images
         uniforms = draw(len(chosen), generator, len(self.view_specs))[:, mine]
@@ -303,11 +295,11 @@ class Trainer:
     def sample_gradients(
         self, indices: np.ndarray, generator: torch.Generator, weights: Sequence[Tensor]
     ) -> list[Tensor | None]:
-        """Of the objective on a random batch of these images, unmixed; None for a weight that has no part in it. Other
-        encoders than our ResNets run uncaptured: their weights may be computed from others."""
+        """Of the objective on a random batch of these images, unmixed; None for a weight that has no part in it."""
         self.sampled = weights
         chosen = torch.from_numpy(indices)[torch.randperm(len(indices), generator=generator)[: self.config.batch]]
         batch = self.load(chosen, generator, {})
+        # The weights of other encoders may be computed from others: they run uncaptured.
         found = self.engine(batch) if can_fuse(self.model.encoder) else self.body(batch.to(self.device))
         return [found.get(str(number)) for number in range(len(weights))]
 
@@ -317,6 +309,13 @@ class Trainer:
         loss = self.model.loss(self.model.encode(batch.mixed), batch)
         found = torch.autograd.grad(loss, weights, allow_unused=True)
         return {str(number): gradient for number, gradient in enumerate(found) if gradient is not None}
+
+
+def average_gradients(parameters: Sequence[Tensor]) -> int:
+    """Of all processes, where there are any. Returns how many bytes that exchanges."""
+    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    processes.all_reduce_mean_(gradients)
+    return sum(gradient.nbytes for gradient in gradients)
 
 
 def tensors_of(module: nn.Module) -> list[Tensor]:

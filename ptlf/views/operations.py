@@ -1,8 +1,7 @@
 """View, the settings of one augmentation, computed on the device from uint8 images and a row of uniforms per image.
 
-Shapes are static and no value is read on the host, so the code runs eagerly, compiled, or in a CUDA graph. Order: crop,
-flip, colour jitter, grey, blur, solarise, normalise. Values stay float32 after the crop; a Pillow pipeline would round
-to 8 bits between steps.
+Shapes are static and no value is read on the host, so the code runs eagerly, compiled, or in a CUDA graph. Values stay
+float32 after the crop; a Pillow pipeline would round to 8 bits between steps.
 """
 
 import math
@@ -157,8 +156,7 @@ def crop(images: Tensor, u: Tensor, view: View, size: int) -> Tensor:
 def crop_boxes(u: Tensor, height: int, width: int, scale: Pair, ratio: Pair) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """top, left, height, width of each crop: (B,) integers as floats.
 
-    Like torchvision's RandomResizedCrop: the first of ten attempts that fits into the image, else the largest centred
-    crop with an allowed aspect ratio.
+    Like torchvision's RandomResizedCrop: the first of ten attempts that fits, else the largest centred allowed crop.
     """
     area = height * width * (scale[0] + (scale[1] - scale[0]) * u[:, :ATTEMPTS])
     log_low, log_high = math.log(ratio[0]), math.log(ratio[1])
@@ -191,8 +189,7 @@ def resample_matrix(
 ) -> Tensor:
     """(B, size_out, size_in) weights that resize the pixels [start, start + length) to size_out, mirrored where `flip`.
 
-    Pillow's weights for a crop followed by a resize: half-pixel centres, a kernel widened when shrinking, no pixels
-    from outside the crop, rows that sum to 1. Rows outside the image, where it is padded, are 0.
+    Pillow's weights for a crop followed by a resize. Rows outside the image, where it is padded, are 0.
     """
     step = (length / size_out)[:, None, None]
     position = torch.arange(size_out, device=start.device, dtype=torch.float32)[None]  # (B or 1, size_out)
@@ -241,8 +238,7 @@ def jitter_order(order: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def jitter_in_order(x: Tensor, factors: Tensor, shift: Tensor | None, hue_position: Tensor, kinds: Tensor) -> Tensor:
-    """factors (B, 3) by kind, shift (B,) in turns. So that shapes are static, all three blends run before and after the
-    one hue shift, and each has factor 1, which changes nothing, on one of the two sides."""
+    """factors (B, 3) by kind, shift (B,) in turns. For static shapes all blends run on both sides of the hue shift."""
     factors = factors.gather(1, kinds)
     if shift is None:
         return blends(x, factors, kinds)

@@ -6,7 +6,7 @@ from ptlf.core.errors import UserError
 from ptlf.core.reading import load_yaml
 from ptlf.core.settings import as_dict, describe, merge, nested, parse, parse_overrides
 from ptlf.evaluation import PROBES
-from ptlf.methods.lump import LumpConfig
+from ptlf.methods.replay import LumpConfig
 from ptlf.run.config import Config, from_dict, to_yaml
 from ptlf.run.recipes import recipe
 
@@ -88,9 +88,8 @@ def test_merging_reaches_sections_within_sections_and_renames_them() -> None:
 
 
 def test_plain_text_is_the_name_of_a_section() -> None:
-    config = from_dict(
-        {"objective": "simclr", "freezing": {"policy": "cost_aware"}, "training": {"optimizer": "adamw"}}
-    )
+    chosen = {"objective": "simclr", "freezing": {"policy": "cost_aware"}, "training": {"optimizer": "adamw"}}
+    config = from_dict(chosen)
     assert (config.objective.name, config.objective.temperature) == ("simclr", 0.5)
     assert (config.freezing.policy.name, config.freezing.policy.sharpness) == ("cost_aware", 8.0)
     assert (config.training.optimizer.name, config.training.optimizer.beta2) == ("adamw", 0.999)

@@ -19,27 +19,21 @@ def test_images_to_vectors(name: str) -> None:
         assert encoder(torch.randn(1, 3, size, size)).shape == (1, feature_dim(encoder, size))
 
 
-def test_cifar_resnet18_is_the_protocols() -> None:
-    encoder = make("resnet18")
+def test_resnet18_is_the_protocols_with_either_stem() -> None:
+    encoder, seen = make("resnet18"), []
     assert sum(p.numel() for p in encoder.parameters()) == 11_168_832
     assert feature_dim(encoder, 32) == 512
     assert (encoder.stem.conv.kernel_size, encoder.stem.conv.stride) == ((3, 3), (1, 1))
     assert sum(isinstance(m, nn.Conv2d) for m in encoder.modules()) == 20
-    seen = []
     encoder.stages[3].register_forward_hook(lambda m, i, o: seen.append(o.shape))
     encoder(torch.zeros(2, 3, 32, 32))
-    assert seen == [(2, 512, 4, 4)]
     fan_out = 128 * 9
     std = encoder.stages[1][1].conv1.weight.std().item()
     assert std == pytest.approx((2 / fan_out) ** 0.5, rel=0.02)
-
-
-def test_imagenet_stem_divides_by_four_before_the_stages() -> None:
     encoder = make("resnet18-imagenet")
-    seen = []
     encoder.stages.register_forward_pre_hook(lambda m, i: seen.append(i[0].shape))
     encoder(torch.zeros(2, 3, 64, 64))
-    assert seen == [(2, 64, 16, 16)]
+    assert seen == [(2, 512, 4, 4), (2, 64, 16, 16)]
     assert sum(p.numel() for p in encoder.parameters()) == 11_176_512  # torchvision's resnet18 without its classifier
 
 

@@ -16,11 +16,8 @@ def test_it_is_a_pre_norm_transformer() -> None:
     """Its blocks against torch's own encoder layers, with the same weights."""
     torch.manual_seed(0)
     model, images = ViT(64, 2, 16, 4, heads=4).double(), torch.randn(3, 3, 16, 16).double()
-    layers = nn.TransformerEncoder(
-        nn.TransformerEncoderLayer(64, 4, 256, 0.0, "gelu", batch_first=True, norm_first=True),
-        2,
-        enable_nested_tensor=False,
-    ).double()
+    layer = nn.TransformerEncoderLayer(64, 4, 256, 0.0, "gelu", batch_first=True, norm_first=True)
+    layers = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False).double()
     names = {"norm1": "norm1", "norm2": "norm2", "proj": "self_attn.out_proj", "fc1": "linear1", "fc2": "linear2"}
     for block, layer in zip(model.blocks, layers.layers, strict=True):
         for ours, theirs in names.items():
@@ -42,6 +39,10 @@ def test_sizes_are_those_of_the_paper_and_the_patch_follows_from_the_image_size(
         encoder = make_encoder(ENCODERS[name].Config(name), 0, 224)
         counts[name] = sum(p.numel() for p in encoder.parameters())
     assert counts == {"vit-tiny": 5_524_416 - 2 * 192, "vit-small": 21_665_664 - 2 * 384}
+    with pytest.raises(ValueError, match="patches of 5 px do not divide images of 16 px"):
+        ViT(32, 1, 16, 5)
+    with pytest.raises(ValueError, match="3 heads do not divide a width of 32"):
+        ViT(32, 1, 16, heads=3)
 
 
 def test_every_parameter_freezes_with_a_layer_and_views_may_be_one_batch() -> None:
@@ -53,13 +54,6 @@ def test_every_parameter_freezes_with_a_layer_and_views_may_be_one_batch() -> No
     assert takes_views_in_one_pass(model)
     both = torch.randn(4, 3, 16, 16)
     torch.testing.assert_close(model(both), torch.cat([model(both[:2]), model(both[2:])]))
-
-
-def test_what_does_not_fit_is_refused() -> None:
-    with pytest.raises(ValueError, match="patches of 5 px do not divide images of 16 px"):
-        ViT(32, 1, 16, 5)
-    with pytest.raises(ValueError, match="3 heads do not divide a width of 32"):
-        ViT(32, 1, 16, heads=3)
 
 
 def test_its_presets_hold_and_give_way_to_the_command_line() -> None:
@@ -80,10 +74,8 @@ def test_its_presets_hold_and_give_way_to_the_command_line() -> None:
 
 def test_a_small_one_learns_the_digits() -> None:
     """Three tasks: what it knows of all six classes at the end is above an untrained encoder."""
-    words = [
-        *("--encoder.name", "vit-tiny", "--encoder.depth", "2", "--training.epochs", "8", "--training.warmup", "1"),
-        *("--stream.groups", "[[0,1],[2,3],[4,5]]", "--stream.per_class", "100", "--device", "cpu"),
-    ]
+    words = ["--encoder.name=vit-tiny", "--encoder.depth=2", "--training.epochs=8", "--training.warmup=1"]
+    words += ["--stream.groups=[[0,1],[2,3],[4,5]]", "--stream.per_class=100", "--device=cpu"]
     run = Run(resolve_config("digits/simsiam/ptlf", None, words))
     results = run.train()
     assert run.config.encoder.image_size == 16

@@ -24,9 +24,8 @@ def network(name: str, seed: int = 0) -> tuple[nn.Module, Tensor]:
 
 def keys_of(model: nn.Module, units: list[Unit]) -> set[str]:
     """The entries of the state_dict that belong to these units."""
-    tensors = {p for unit in units for p in unit.parameters()} | {
-        b for u in units for n in u.norms for b in n.buffers()
-    }
+    tensors = {parameter for unit in units for parameter in unit.parameters()}
+    tensors |= {buffer for unit in units for norm in unit.norms for buffer in norm.buffers()}
     return {key for key, value in [*model.named_parameters(), *model.named_buffers()] if value in tensors}
 
 

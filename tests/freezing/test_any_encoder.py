@@ -14,9 +14,8 @@ from test_freezer import compare
 from torch import Tensor, nn
 
 from ptlf.freezing.correlation import correlation_ratios
-from ptlf.freezing.cost import backward_flops, kept_bytes
+from ptlf.freezing.cost import backward_flops, kept_bytes, measure_savings
 from ptlf.freezing.freezer import Freezer
-from ptlf.freezing.savings import measure_savings
 from ptlf.freezing.subspace import Inputs, parts
 from ptlf.freezing.units import find_units, trace
 

@@ -121,9 +121,8 @@ def test_ratios_agree_with_numpy_on_every_kind_of_layer(network, images, thresho
     """Gradients are taken in the mode found, here train mode, and inputs in eval mode."""
     replay = torch.randn(images, 3, 8, 8, generator=torch.Generator().manual_seed(1))
     network.drop.p = 0.0  # the reference runs the losses once more
-    ratios = correlation_ratios(
-        network, replay, task_loss(network), threshold, batches=3, units=units_of(network, NAMES), chunk=7
-    )
+    options = {"batches": 3, "units": units_of(network, NAMES), "chunk": 7}
+    ratios = correlation_ratios(network, replay, task_loss(network), threshold, **options)
     twin = copy.deepcopy(network)
     loss = task_loss(twin)
     sum(loss() for _ in range(3)).backward()
@@ -293,9 +292,7 @@ def test_a_parametrised_weight_has_the_ratio_of_its_plain_one():
     made_up = copy.deepcopy(plain)
     weight_norm(made_up[0])
     x = torch.randn(6, 3, 8, 8)
-    ratios, same = (
-        correlation_ratios(model, x, lambda model=model: model(x).square().sum()) for model in (plain, made_up)
-    )
+    ratios, same = (correlation_ratios(m, x, lambda m=m: m(x).square().sum()) for m in (plain, made_up))
     assert ratios["0"] > 0.5
     assert same == pytest.approx(ratios, rel=1e-4)
 

@@ -206,11 +206,8 @@ def compare(
         output = function(y)
         if output.requires_grad:
             output.square().mean().backward()
-        tensors = {
-            "output": output.detach(),
-            "input": y.grad,
-            **{name: p.grad for name, p in module.named_parameters()},
-        }
+        tensors = {"output": output.detach(), "input": y.grad}
+        tensors |= {name: p.grad for name, p in module.named_parameters()}
         results.append({name: tensor for name, tensor in tensors.items() if tensor is not None})
     near = {"rtol": 1e-9, "atol": 1e-9} if output.dtype == torch.float64 else {}
     torch.testing.assert_close(*results, **near)

@@ -15,10 +15,8 @@ from ptlf.freezing.cost import backward_flops, format_bytes, kept_bytes, parse_b
 from ptlf.freezing.freezer import Freezer
 from ptlf.freezing.schedule import FreezeSchedule
 
-ALL = (
-    "stem.conv", "stages.0.0.conv1", "stages.0.0.conv2", "stages.1.0.conv1", "stages.1.0.conv2",
-    "stages.1.0.shortcut.0",
-)  # fmt: skip
+ALL = ("stem.conv", *(f"stages.{path}" for path in ("0.0.conv1", "0.0.conv2", "1.0.conv1", "1.0.conv2")))
+ALL = (*ALL, "stages.1.0.shortcut.0")
 
 
 def test_units_are_chosen_as_people_write_them():
@@ -237,9 +235,8 @@ def test_an_estimate_takes_shapes_alone_and_leaves_no_fake_tensor_behind():
     estimate = freezer.estimate(3, x)
     assert freezer.estimate(3, torch.empty(x.shape, device="meta")) == estimate and estimate.names == ALL[:3]
     assert str(estimate).startswith("3 units to freeze ") and "activation memory" in str(estimate)
-    kept = [
-        freezer.estimate(3, torch.empty(n, *x.shape[1:], device="meta")).if_frozen.kept_bytes for n in (4, 5, 1_000_000)
-    ]
+    batches = [torch.empty(n, *x.shape[1:], device="meta") for n in (4, 5, 1_000_000)]
+    kept = [freezer.estimate(3, batch).if_frozen.kept_bytes for batch in batches]
     assert kept[2] == kept[0] + (kept[1] - kept[0]) * (1_000_000 - 4)
 
     def look(module: nn.Module, args: object, output: Tensor) -> None:

@@ -4,9 +4,8 @@ import pytest
 import torch
 from torch import nn
 
-from ptlf.freezing.cost import backward_flops
+from ptlf.freezing.cost import BackwardSavings, Saving, backward_flops, measure_savings
 from ptlf.freezing.policies import POLICIES, Ascending, Context, Correlation, CostAware, CostAwareConfig, Never, Random
-from ptlf.freezing.savings import BackwardSavings, Saving, measure_savings
 from ptlf.freezing.units import Unit
 
 UNITS = ["a", "b", "c", "d"]

@@ -84,10 +84,8 @@ def test_a_copy_continues_from_the_shared_output_without_running_the_prefix() ->
 
 
 def test_randomness_and_running_statistics_end_the_prefix() -> None:
-    module, images = (
-        nn.Sequential(nn.Conv2d(3, 4, 3), nn.Dropout(0.5), nn.Conv2d(4, 4, 3), nn.Flatten()),
-        torch.ones(2, 3, 8, 8),
-    )
+    module = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Dropout(0.5), nn.Conv2d(4, 4, 3), nn.Flatten())
+    images = torch.ones(2, 3, 8, 8)
     module[:3].requires_grad_(False)
     module.append(nn.Linear(64, 2))
     assert find_prefix(module.train(), images).cut == "0"  # type: ignore[union-attr]

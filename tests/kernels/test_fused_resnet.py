@@ -12,15 +12,13 @@ from ptlf.freezing.cost import kept_bytes
 from ptlf.freezing.kernels import MaskedReLU
 from ptlf.kernels import FastParts
 from ptlf.kernels import resnet as fused
-from ptlf.methods.cassle import PreviousModel
+from ptlf.methods.distillation import PreviousModel
 from ptlf.methods.pnn import Columns
 
 pytestmark = [pytest.mark.gpu(emulated=True), pytest.mark.slow]
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-UNITS = (
-    "stem.conv", "stages.0.0.conv1", "stages.0.0.conv2", "stages.1.0.conv1", "stages.1.0.conv2",
-    "stages.1.0.shortcut.0",
-)  # fmt: skip
+UNITS = ("stem.conv", *(f"stages.{path}" for path in ("0.0.conv1", "0.0.conv2", "1.0.conv1", "1.0.conv2")))
+UNITS = (*UNITS, "stages.1.0.shortcut.0")
 
 
 @pytest.fixture(autouse=True)
@@ -129,9 +127,8 @@ def test_a_mask_takes_one_bit(frozen: tuple[str, ...], masked: int) -> None:
     freezer = Freezer(encoder, example=views[:2])
 
     def kept() -> int:
-        return kept_bytes(
-            lambda: fused.fused_forward(encoder, views), [*encoder.parameters(), *encoder.buffers(), *freezer.folded]
-        )
+        held = [*encoder.parameters(), *encoder.buffers(), *freezer.folded]
+        return kept_bytes(lambda: fused.fused_forward(encoder, views), held)
 
     before = kept()
     freezer.freeze(frozen)

@@ -4,7 +4,7 @@ import torch
 from ptlf.core.batch import Batch
 from ptlf.core.errors import UserError
 from ptlf.methods import METHODS, Memory
-from ptlf.methods.lump import LumpConfig, beta
+from ptlf.methods.replay import LumpConfig, beta
 from ptlf.run.config import from_dict
 from ptlf.views import named_views
 
@@ -105,13 +105,10 @@ def test_rehearsal_leaves_no_trace() -> None:
     assert all(torch.equal(value, inside[name]) for name, value in method.draw(4).items())
 
 
-def test_an_alpha_whose_draws_underflow_is_refused() -> None:
+def test_beta_has_the_right_moments_and_an_alpha_whose_draws_underflow_is_refused() -> None:
     assert {float(beta(0.001, torch.Generator().manual_seed(seed))) for seed in range(50)} & {0.5}
     with pytest.raises(UserError, match=r"^method\.alpha must be at least 0\.01, not 0\.002$"):
         from_dict({"method": {"name": "lump", "alpha": 0.002}})
-
-
-def test_beta_has_the_right_moments() -> None:
     generator = torch.Generator().manual_seed(0)
     for alpha in (0.01, 0.1, 0.4, 2.0):
         draws = torch.stack([beta(alpha, generator) for _ in range(4000)]).double()

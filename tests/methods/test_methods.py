@@ -1,3 +1,5 @@
+"""What methods compute is in tests/training/test_reference.py."""
+
 from copy import deepcopy
 
 import pytest
@@ -8,27 +10,6 @@ from ptlf.objectives import MomentumTeacher
 from ptlf.run.loop import Run
 
 
-def test_der_with_an_empty_memory_shows_norms_no_blank_images(tiny) -> None:
-    run, seen = Run(tiny("digits/simsiam/finetune", method__name="der")), []
-    run.model.encoder.register_forward_pre_hook(lambda encoder, given: seen.append(given[0]))
-    run.trainer.step(run.trainer.load(torch.arange(32), torch.Generator().manual_seed(0), run.method.draw(32)))
-    first, _, replayed = seen
-    assert torch.equal(replayed, first)
-
-
-def test_si_leaves_frozen_parameters_alone(tiny) -> None:
-    """What methods compute is in tests/training/test_reference.py."""
-    run = Run(tiny("digits/simsiam/finetune", method__name="si"))
-    run.freezing.freezer.freeze(["0"])
-    run.trainer.step(run.trainer.load(torch.arange(32), torch.Generator().manual_seed(0), {}))
-    by_name = dict(zip(dict(run.model.encoder.named_parameters()), run.method.path, strict=True))
-    assert not by_name["0.weight"].any()
-    assert by_name["3.weight"].any()
-
-
-ANCHOR = {"freezing__policy__name": "ascending", "freezing__final": 0.5, "freezing__initial": 0.5}
-
-
 def one_step(run: Run) -> tuple[dict[str, float], dict[str, torch.Tensor]]:
     """Its losses and gradients."""
     torch.manual_seed(0)
@@ -37,16 +18,30 @@ def one_step(run: Run) -> tuple[dict[str, float], dict[str, torch.Tensor]]:
     return {name: float(loss) for name, loss in losses.items()}, gradients
 
 
+def test_der_shows_norms_no_blank_images_and_si_leaves_frozen_parameters_alone(tiny) -> None:
+    run, seen = Run(tiny("digits/simsiam/finetune", method__name="der")), []
+    run.model.encoder.register_forward_pre_hook(lambda encoder, given: seen.append(given[0]))
+    one_step(run)  # the memory is empty
+    first, _, replayed = seen
+    assert torch.equal(replayed, first)
+    run = Run(tiny("digits/simsiam/finetune", method__name="si"))
+    run.freezing.freezer.freeze(["0"])
+    one_step(run)
+    by_name = dict(zip(dict(run.model.encoder.named_parameters()), run.method.path, strict=True))
+    assert not by_name["0.weight"].any() and by_name["3.weight"].any()
+
+
+ANCHOR = {"freezing__policy__name": "ascending", "freezing__final": 0.5, "freezing__initial": 0.5}
+
+
 @pytest.mark.parametrize("objective", ["simsiam", "barlow_twins", "byol"])
 @pytest.mark.parametrize("method", ["anchor", "pfr"])
 def test_a_teacher_shares_the_frozen_prefix(tiny, monkeypatch, objective: str, method: str) -> None:
     """The step is the same to rounding, and the teacher runs only what trains in the student."""
     steps = []
     for share in (True, False):
-        config = tiny(
-            f"digits/{objective}/finetune", method__name=method, freezing__batch_statistics=method == "pfr", **ANCHOR
-        )
-        run = Run(config)
+        settings = {**ANCHOR, "method__name": method, "freezing__batch_statistics": method == "pfr"}
+        run = Run(tiny(f"digits/{objective}/finetune", **settings))
         run.progress.task = 1  # PFR has no teacher in the first task
         run.begin_task(10)
         run.freeze(run.stream.tasks[0].train)

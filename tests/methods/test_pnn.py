@@ -109,9 +109,8 @@ def test_exams_see_their_own_column_or_all(tiny) -> None:
     everything = torch.cat([b for b, _ in banks]), torch.cat([labels for _, labels in banks])
     assert everything[0].shape[1] == 2 * width
     right = [knn_predict(*everything, queries, k=20, temperature=0.1) == wanted for queries, wanted in tests]
-    assert results["probes"]["knn_class"]["accuracy"] == pytest.approx(
-        100 * np.mean([float(one.double().mean()) for one in right])
-    )
+    expected = 100 * np.mean([float(one.double().mean()) for one in right])
+    assert results["probes"]["knn_class"]["accuracy"] == pytest.approx(expected)
 
 
 def test_state_rebuilds_the_columns_in_use() -> None:

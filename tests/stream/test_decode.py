@@ -26,10 +26,8 @@ def test_sizes_orientation_and_sixteen_bits() -> None:
     assert result[:8].max() < 30 and result[12:].min() > 225
     values = np.array([[0, 128, 129], [257, 32768, 65534], [65535, 400, 1000]], np.uint16)
     expected = (values.astype(int) * 2 + 257) // 514  # values / 257, rounded
-    for result in (
-        to_square(encoded(Image.fromarray(values), "PNG"), 3),
-        to_square(encoded(Image.fromarray(values.astype(np.int32)), "TIFF"), 3),
-    ):
+    for deep, form in ((values, "PNG"), (values.astype(np.int32), "TIFF")):
+        result = to_square(encoded(Image.fromarray(deep), form), 3)
         assert np.array_equal(result, np.repeat(expected[..., None], 3, axis=2))
 
 

@@ -57,10 +57,7 @@ def test_per_class_takes_the_first_images_of_each_and_joint_is_one_task() -> Non
     ("settings", "message"),
     [
         ({"tasks": 4}, "4 tasks do not divide the 6 classes of fake; choose stream.tasks from 1, 2, 3, 6"),
-        (
-            {"tasks": 2, "class_order": ["a", "b"]},
-            "stream.class_order has 2 classes, the stream takes 6; missing: c",
-        ),
+        ({"tasks": 2, "class_order": ["a", "b"]}, "stream.class_order has 2 classes, the stream takes 6; missing: c"),
         ({"tasks": 2, "class_order": list("abcdea")}, "stream.class_order names a more than once"),
         ({"tasks": 2, "class_order": list("abcdex")}, "stream.class_order names 'x', which is not a class"),
         ({"tasks": 2, "class_order": [0, 1, 2, 3, 4, 6]}, "stream.class_order names 6, which is not a class"),
@@ -93,10 +90,8 @@ def test_a_folder_per_task_has_one_exam_or_none() -> None:
 def test_folder_stream_needs_a_pack_and_tasks(tmp_path) -> None:
     with pytest.raises(UserError, match=r"needs stream\.pack"):
         open_stream(StreamConfig(name="folder"), STREAMS["folder"], tmp_path, 0)
-    pack_folder(
-        tree(tmp_path / "source", "a", "b", files=5), tmp_path, "mine", size=8, workers=1, test_fraction=0.2,
-        progress=False,
-    )  # fmt: skip
+    source = tree(tmp_path / "source", "a", "b", files=5)
+    pack_folder(source, tmp_path, "mine", size=8, workers=1, test_fraction=0.2, progress=False)
     with pytest.raises(UserError, match=r"needs stream\.tasks"):
         open_stream(StreamConfig(name="folder", pack="mine"), STREAMS["folder"], tmp_path, 0)
     stream = open_stream(StreamConfig(name="folder", pack="mine", tasks=2), STREAMS["folder"], tmp_path, 0)

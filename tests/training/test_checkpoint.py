@@ -28,19 +28,7 @@ from ptlf.run.loop import Run
 from ptlf.run.results import epoch_lines
 from ptlf.run.snapshots import Snapshots
 from ptlf.training import checkpoint, cost
-from ptlf.training.checkpoint import (
-    MAGIC,
-    CheckpointConfig,
-    Checkpoints,
-    DamagedCheckpoint,
-    HostCopy,
-    Position,
-    first_line,
-    load_optimizer_state,
-    optimizer_state,
-    read_checkpoint,
-    write_checkpoint,
-)
+from ptlf.training.checkpoint import CheckpointConfig, Checkpoints, HostCopy, Position, write_checkpoint
 from ptlf.training.optimizers import OPTIMIZERS, UpdateRule
 from ptlf.training.process import Stopped
 from ptlf.training.trainer import EpochState
@@ -54,7 +42,7 @@ def state(number: int = 0) -> dict:
 
 def through_a_file(state: dict, path: Path) -> dict:
     write_checkpoint(path, HostCopy(state))
-    return read_checkpoint(path)
+    return checkpoint.read_checkpoint(path)
 
 
 def tensors_in_file(path: Path) -> dict[str, torch.Tensor]:
@@ -266,10 +254,10 @@ def test_a_hostile_file_runs_nothing(tmp_path) -> None:
         pickle.loads(pickle.dumps(Payload(tmp_path)))
     torch.save({"state": Payload(mark)}, tmp_path / "saved.pt")
     for payload in (pickle.dumps(Payload(mark)), (tmp_path / "saved.pt").read_bytes()):
-        for data in (payload, first_line(payload) + payload, MAGIC + payload):
+        for data in (payload, checkpoint.first_line(payload) + payload, checkpoint.MAGIC + payload):
             path.write_bytes(data)
-            with pytest.raises((DamagedCheckpoint, SafetensorError)):
-                read_checkpoint(path)
+            with pytest.raises((checkpoint.DamagedCheckpoint, SafetensorError)):
+                checkpoint.read_checkpoint(path)
     assert not mark.exists()
 
 
@@ -283,8 +271,8 @@ def test_optimizer_state_keeps_values_and_layout(tmp_path, momentum: float) -> N
     optimizer.step()
     before = {p: dict(values) for p, values in optimizer.state.items()}
     names = {parameter: name for name, parameter in model.named_parameters()}
-    stored = through_a_file(optimizer_state(optimizer, names), tmp_path / "x")
-    load_optimizer_state(optimizer, stored, names)
+    stored = through_a_file(checkpoint.optimizer_state(optimizer, names), tmp_path / "x")
+    checkpoint.load_optimizer_state(optimizer, stored, names)
     assert optimizer.state.keys() == before.keys()
     for parameter, values in before.items():
         for name, value in values.items():
@@ -323,12 +311,12 @@ def test_what_an_optimizer_keeps_in_its_groups_is_kept(tmp_path) -> None:
     first, second = (Slowing(layer.parameters(), lr) for layer, lr in zip(layers, (0.1, 0.2), strict=True))
     names = [{parameter: name for name, parameter in layer.named_parameters()} for layer in layers]
     first.step()
-    stored = through_a_file(optimizer_state(first, names[0]), tmp_path / "x")
+    stored = through_a_file(checkpoint.optimizer_state(first, names[0]), tmp_path / "x")
     assert stored["optimizer_groups"] == [{"k": 1, "d": torch.tensor(0.5), "last": torch.tensor(0.5)}]
     read_by_a_graph = second.param_groups[0]["d"]
     second.param_groups[0]["fused"] = True  # on another device it may be
     for state in (stored, {"optimizer": {}}):  # an older checkpoint has no groups
-        load_optimizer_state(second, state, names[1])
+        checkpoint.load_optimizer_state(second, state, names[1])
         loaded = {name: value for name, value in second.param_groups[0].items() if name != "params"}
         assert loaded == {"lr": 0.2, "betas": (0.9, 0.99), "fused": True, "k": 1, "d": 0.5, "last": 0.5}
         assert second.param_groups[0]["d"] is read_by_a_graph
@@ -409,12 +397,10 @@ def test_every_member_resumes_bit_exactly(tiny, tmp_path, row: str) -> None:
     assert {name for each in ROWS for name in each.split()} == {*OBJECTIVES, *METHODS, *OPTIMIZERS}
     objective, method, optimizer = row.split()
     policy = "ascending" if METHODS[method].freezable else "none"
-    config = tiny(
-        f"digits/{objective}/finetune", method__name=method, training__optimizer=optimizer, freezing__policy=policy,
-        freezing__final=0.67, encoder__name=f"conftest:tiny_{'resnet' if method == 'pnn' else 'encoder'}",
-        stream__per_class=48, training__batch=32,
-    )  # fmt: skip
-    assert_resumes(config, tmp_path, 2, -3)
+    settings = {"method__name": method, "training__optimizer": optimizer, "stream__per_class": 48}
+    settings |= {"freezing__policy": policy, "freezing__final": 0.67, "training__batch": 32}
+    settings |= {"encoder__name": "conftest:tiny_resnet"} if method == "pnn" else {}
+    assert_resumes(tiny(f"digits/{objective}/finetune", **settings), tmp_path, 2, -3)
 
 
 def test_every_step_is_a_place_to_go_on_from(tiny, tmp_path) -> None:
@@ -438,9 +424,8 @@ def test_dropout_goes_on_where_it_was(tiny, tmp_path) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("engine", ["eager", "captured"])
 def test_a_gpu_run_goes_on_to_the_same_decisions(tiny, tmp_path, engine: str) -> None:
-    config = tiny(
-        "digits/simsiam/ptlf", device="cuda", freezing__final=0.67, training__epochs=3, training__engine=engine
-    )
+    settings = {"device": "cuda", "freezing__final": 0.67, "training__epochs": 3, "training__engine": engine}
+    config = tiny("digits/simsiam/ptlf", **settings)
     alone = Run(config, tmp_path / "alone").train()
     stopped = stop_and_go_on(config, tmp_path / "stopped", 4, 7, 3)
     assert [entry["order"] for entry in stopped["freezing"]] == [entry["order"] for entry in alone["freezing"]]
@@ -458,10 +443,8 @@ def test_metrics_beyond_the_checkpoint_are_dropped(tiny, tmp_path) -> None:
     results = json.loads((tmp_path / "run" / "results.json").read_text())
     (tmp_path / "run" / "results.json").write_text(json.dumps({**results, "status": "running"}))
     Run(config, tmp_path / "run").train(resume=True)
-    lines = [
-        [lasting(json.loads(line)) for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
-        for name in ("alone", "run")
-    ]
+    texts = [(tmp_path / name / "metrics.jsonl").read_text() for name in ("alone", "run")]
+    lines = [[lasting(json.loads(line)) for line in text.splitlines()] for text in texts]
     assert lines[0] == lines[1]
 
 

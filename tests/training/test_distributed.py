@@ -48,16 +48,9 @@ def free_port() -> str:
 def start(words: list[str], count: int, **more: str) -> list[subprocess.Popen]:
     """Start processes as torchrun does, but without its supervision."""
     common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(), "WORLD_SIZE": str(count), **more}
-    return [
-        subprocess.Popen(
-            [sys.executable, *words],
-            env=environment(**common, RANK=str(rank), LOCAL_RANK=str(rank)),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(count)
-    ]
+    environments = [environment(**common, RANK=str(rank), LOCAL_RANK=str(rank)) for rank in range(count)]
+    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    return [subprocess.Popen([sys.executable, *words], env=own, **pipes) for own in environments]
 
 
 def finish(processes: list[subprocess.Popen], seconds: float) -> list[tuple[int, str]]:
@@ -120,9 +113,7 @@ def test_a_run_ends_as_in_one_process(found, name: str) -> None:
             for run in (alone, pair)
         ]
         for key, value in states[0].items():
-            torch.testing.assert_close(
-                states[1][key], value, rtol=1e-7, atol=1e-9, msg=lambda m, key=key: f"{key}: {m}"
-            )
+            torch.testing.assert_close(states[1][key], value, rtol=1e-7, atol=1e-9, msg=lambda m, k=key: f"{k}: {m}")
     losses = [[line["loss"] for line in run["per_epoch"]] for run in (alone, pair)]
     assert all(one == pytest.approx(other, abs=1e-9) for one, other in zip(*losses, strict=True))
     assert [e["steps"] for e in alone["per_epoch"]] == [e["steps"] for e in pair["per_epoch"]]
@@ -199,9 +190,8 @@ def test_a_signal_to_one_stops_all(tmp_path) -> None:
 def test_torchrun_restarts_and_the_run_goes_on(tmp_path) -> None:
     words = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--max-restarts", "1"]
     words += ["-m", "ptlf", *MORTAL, "--out", str(tmp_path / "run")]
-    done = subprocess.run(
-        [sys.executable, *words], env=environment(), capture_output=True, text=True, timeout=120, cwd=tmp_path
-    )
+    how = {"capture_output": True, "text": True, "timeout": 120, "cwd": tmp_path}
+    done = subprocess.run([sys.executable, *words], env=environment(), **how)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "continuing with task" in " ".join(done.stdout.split())
     assert done.stdout.count("files: ") == 1  # only rank 0 prints

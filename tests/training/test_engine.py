@@ -1,8 +1,8 @@
 import copy
 import dataclasses
-import functools
 import gc
 import weakref
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -200,13 +200,11 @@ def test_what_auto_means(monkeypatch) -> None:
     """Not where PyTorch would emulate it, as on a T4."""
     gpu = torch.device("cuda")
     for native, expected in ((True, torch.bfloat16), (False, torch.float32)):
-        monkeypatch.setattr(
-            torch.cuda, "is_bf16_supported", lambda including_emulation=True, n=native: including_emulation or n
-        )
+        supported = partial(lambda native, including_emulation=True: including_emulation or native, native)
+        monkeypatch.setattr(torch.cuda, "is_bf16_supported", supported)
         assert engine.choose_dtype("auto", gpu) is expected, native
     assert engine.choose_dtype("auto", CPU) is engine.choose_dtype("fp32", gpu) is torch.float32
     assert engine.choose_dtype("bf16", gpu) is engine.choose_dtype("bf16", CPU) is torch.bfloat16
-    gpu = torch.device("cuda")
     assert engine.choose_engine("auto", CPU) == "eager"
     assert engine.choose_engine("compiled", CPU) == "compiled"
     with pytest.raises(UserError, match=r"training\.engine is captured, but that needs a GPU; use eager or auto"):
@@ -233,14 +231,13 @@ def batch_of(size: int, draws: float = 0.0) -> Batch:
 
 
 def test_a_batch_takes_over_another_in_place() -> None:
-    fixed, new = batch_of(3).to(torch.device("cpu")), batch_of(3, draws=0.5)
+    fixed, new = batch_of(3).to(CPU), batch_of(3, draws=0.5)
     new.images += 1
     new.labels += 2
-    places = [fixed.images, fixed.labels, fixed.uniforms, fixed.draws["lam"]]
+    places = fixed.inputs()
     fixed.fill(new)
-    now = [fixed.images, fixed.labels, fixed.uniforms, fixed.draws["lam"]]
-    assert all(a is b for a, b in zip(places, now, strict=True))
-    torch.testing.assert_close(now, [new.images, new.labels, new.uniforms, new.draws["lam"]], rtol=0, atol=0)
+    assert len(places) == 4 and all(fixed.inputs()[name] is tensor for name, tensor in places.items())
+    torch.testing.assert_close(places, new.inputs(), rtol=0, atol=0)
 
 
 @pytest.fixture
@@ -261,7 +258,7 @@ def recording(monkeypatch):
 
     did: list[str] = []
     monkeypatch.setattr(engine, "is_scarce", lambda device: False)
-    made = Recording(lambda batch: {}, torch.device("cpu"), 8)
+    made = Recording(lambda batch: {}, CPU, 8)
     made.did = did
     yield made
     engine.capturing_stream.cache_clear()
@@ -500,16 +497,11 @@ def test_gradients_for_the_ratios_are_replayed(tiny, recording, monkeypatch, obj
 KEEP = {"freezing__final": 0.67, "freezing__thaw": "needed"}
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {"training__optimizer": "lars", "training__lr": 0.01},
-        {"training__optimizer": "adamw", "training__lr": 0.01},
-        {**KEEP, "freezing__policy": "ascending"},
-        {**KEEP, "freezing__policy": "correlation"},
-    ],
-    ids=["lars", "adamw", "ascending", "correlation"],
-)
+OTHER = {name: {"training__optimizer": name, "training__lr": 0.01} for name in ("lars", "adamw")}
+OTHER |= {policy: {**KEEP, "freezing__policy": policy} for policy in ("ascending", "correlation")}
+
+
+@pytest.mark.parametrize("settings", OTHER.values(), ids=OTHER)
 def test_replayed_graphs_with_other_settings(tiny, recording, monkeypatch, settings: dict) -> None:
     """With another optimizer, and where a task begins with units frozen."""
     plain, taped = trained_both_ways(small_config(tiny, "simsiam", "lump", **settings), monkeypatch)
@@ -584,10 +576,9 @@ def test_every_objective_and_method_can_be_captured(tiny, objective: str, method
     settings |= {"stream__groups": [[0, 1], [2, 3], [4, 5]], "training__last_batch": "drop"}
     if method == "pnn":
         settings["encoder__name"] = "resnet18-mini"
-    runs = [
-        Run(tiny(f"digits/{objective}/finetune", **settings, training__engine=kind, training__precision="fp32"))
-        for kind in ("eager", "captured")
-    ]
+    settings["training__precision"] = "fp32"
+    kinds = ("eager", "captured")
+    runs = [Run(tiny(f"digits/{objective}/finetune", **settings, training__engine=kind)) for kind in kinds]
     eager, captured = [[line["loss"] for line in epoch_lines(run.train())] for run in runs]
     for a, b in zip(eager, captured, strict=True):
         assert a == pytest.approx(b, rel=0.05, abs=0.05)
@@ -599,26 +590,19 @@ def test_every_objective_and_method_can_be_captured(tiny, objective: str, method
 def test_a_set_that_freezes_again_is_replayed_and_right(tiny, optimizer: str) -> None:
     """In the third task every set of frozen units has been captured before: all its steps are replays of those graphs,
     and end with the bits of steps that are captured anew. An optimizer without `first_state` is captured anew."""
-    settings = {
-        "encoder__name": "conftest:tiny_resnet",
-        "stream__groups": [[0, 1], [2, 3], [4, 5]],
-        "freezing__policy": "ascending",
-        "training__optimizer": optimizer,
-        "training__epochs": 6,
-        "training__last_batch": "drop",  # its size is another one in every task
-        "training__lr": 0.1 if optimizer in ("sgd", "lars") else 0.005,
-        "training__precision": "fp32",
-        "training__engine": "captured",
-        "device": "cuda",
-    }
+    settings = {"encoder__name": "conftest:tiny_resnet", "freezing__policy": "ascending", "training__epochs": 6}
+    settings |= {"stream__groups": [[0, 1], [2, 3], [4, 5]], "training__last_batch": "drop", "device": "cuda"}
+    settings |= {"training__optimizer": optimizer, "training__lr": 0.1 if optimizer in ("sgd", "lars") else 0.005}
+    settings |= {"training__precision": "fp32", "training__engine": "captured"}
     kept, anew = [Run(tiny("digits/simsiam/ptlf", **settings)) for _ in range(2)]
     prepared: list[int] = []
+
+    def noted(plain, *given):
+        prepared.append(kept.progress.position.task)
+        return plain(*given)
+
     for name in ("uncaptured", "capture"):
-        plain = getattr(kept.trainer.engine, name)
-        noted = functools.partial(
-            lambda plain, *given: prepared.append(kept.progress.position.task) or plain(*given), plain
-        )
-        setattr(kept.trainer.engine, name, noted)
+        setattr(kept.trainer.engine, name, partial(noted, getattr(kept.trainer.engine, name)))
     rebuild = anew.trainer.engine.rebuild
     anew.trainer.engine.rebuild = lambda *given: anew.trainer.engine.kept.clear() or rebuild(*given)
     for run in (kept, anew):

@@ -69,10 +69,8 @@ def test_a_stopped_run_resumes_bit_exactly(tmp_path) -> None:
 
 def test_methods_with_a_memory_and_teachers_that_move_get_new_views() -> None:
     for recipe in ("digits/simsiam/lump", "digits/byol/finetune"):
-        freezing = {"freezing__policy": "ascending", "freezing__initial": 0.67, "freezing__final": 0.67}
-        run = Run(
-            tiny_config(recipe, training__keep_views=4, training__batch=64, **freezing, freezing__shape="constant")
-        )
+        freezing = {"freezing__policy": "ascending", "freezing__final": 0.67, "freezing__shape": "constant"}
+        run = Run(tiny_config(recipe, training__keep_views=4, training__batch=64, **freezing))
         run.train()
         assert run.trainer.kept is None and not run.model.begins_behind_prefix
 

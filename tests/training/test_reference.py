@@ -244,10 +244,8 @@ def ratios_by_hand(
     for _ in range(settings.batches):
         chosen = task[torch.randperm(len(task), generator=generator)[: run.config.training.batch]]
         images, uniforms = torch.from_numpy(run.stream.data.train.pixels[chosen]), draw(len(chosen), generator)
-        views = [
-            apply_view(images, u, view, run.components.view_size)
-            for u, view in zip(uniforms, run.components.view_specs, strict=True)
-        ]
+        made = zip(uniforms, run.components.view_specs, strict=True)
+        views = [apply_view(images, u, view, run.components.view_size) for u, view in made]
         loss = simsiam(model.objective, *(model.objective.projector(encoder(view)) for view in views))
         for name, layer in layers.items():
             gradients[name] += torch.autograd.grad(loss, layer.weight, retain_graph=True)[0].double().numpy()

@@ -29,18 +29,15 @@ def test_two_processes_take_the_step_of_one(tmp_path) -> None:
     for name, frozen in itertools.product(FAST_RUNS, range(len(FROZEN))):
         at = f"{name}, {FROZEN[frozen]}"
         alone, pair, other = (found[name][frozen] for found in results)
-        torch.testing.assert_close(
-            pair["losses"], alone["losses"], rtol=1e-4, atol=1e-5, msg=lambda m, at=at: f"{at}: {m}"
-        )
+        near = {"rtol": 1e-4, "atol": 1e-5}
+        torch.testing.assert_close(pair["losses"], alone["losses"], msg=lambda m, at=at: f"{at}: {m}", **near)
         assert apart(alone["gradients"], pair["gradients"]) < 1e-4, at
         assert pair["sent"] == sum(gradient.nbytes for gradient in alone["gradients"].values()), at
         for part in ("model", "method"):
             for key, value in alone[part].items():
                 rows = slice(-1 if key.startswith("memory.") else None)  # the memory's last row holds rejected images
                 one, two = (held[rows] if held.ndim else held for held in (value, pair[part][key]))
-                torch.testing.assert_close(
-                    two, one, rtol=1e-4, atol=1e-5, msg=lambda m, key=key, at=at: f"{at}, {key}: {m}"
-                )
+                torch.testing.assert_close(two, one, msg=lambda m, at=f"{at}, {key}": f"{at}: {m}", **near)
         for part in ("losses", "gradients", "model", "method"):
             assert all(torch.equal(value, other[part][key]) for key, value in pair[part].items()), f"{at}: {part}"
 

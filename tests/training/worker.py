@@ -186,15 +186,10 @@ def steps(name: str, *, fast: bool) -> list[dict[str, Any]]:
         state = run.trainer.new_epoch_state()
         for _ in run.trainer.epoch(run.stream.tasks[0].train, 0, state):
             pass
-        found.append(
-            {
-                "losses": dict(state.losses),
-                "gradients": gradients_of(run),
-                "model": {key: value.clone() for key, value in run.model.state_dict().items()},
-                "method": {key: value.clone() for key, value in run.method.state_dict().items()},
-                "sent": run.trainer.sent_bytes(),
-            }
-        )
+        held = {"model": run.model, "method": run.method}
+        states = {name: {k: v.clone() for k, v in part.state_dict().items()} for name, part in held.items()}
+        step = {"losses": dict(state.losses), "gradients": gradients_of(run), "sent": run.trainer.sent_bytes()}
+        found.append(step | states)
     return found
 
 
