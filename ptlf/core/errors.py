@@ -59,10 +59,12 @@ def import_optional(module: str, user: str, extra: str) -> Any:
         raise UserError(f"{lacking}: pip install 'ptlf[{extra}]'") from None
 
 
-def unknown(kind: str, value: object, known: Iterable[object]) -> UserError:
-    """`unknown("method", "fintune", METHODS)` -> "unknown method 'fintune'; did you mean 'finetune'? Known: ..."."""
+def unknown(kind: str, value: object, known: Iterable[object], *close: str) -> UserError:
+    """`unknown("method", "fintune", METHODS)` -> "unknown method 'fintune'; did you mean 'finetune'? Known: ...".
+
+    close: the name that is meant, where that is clear."""
     names, value = [str(name) for name in known], clipped(str(value))
-    close = difflib.get_close_matches(value, names, n=1, cutoff=0.5)
+    close = close or tuple(difflib.get_close_matches(value, names, n=1, cutoff=0.5))
     hint = f"; did you mean {close[0]!r}?" if close else "."
     shown = names if len(names) <= 20 else [*difflib.get_close_matches(value, names, n=5, cutoff=0.0), "..."]
     return UserError(f"unknown {kind} {value!r}{hint} Known: {', '.join(shown)}")

@@ -98,7 +98,8 @@ def build(kind: Kind, values: Mapping[str, Any], path: str = "") -> Any:
                 continue
             fields = _fields(typing.cast("type", kind))
             if name not in fields:
-                raise unknown("key", where, [f"{prefix}{known}" for known in fields])
+                deeper = [key for key, *_ in describe(kind, path) if key.endswith(f".{name}")]
+                raise unknown("key", where, [f"{prefix}{known}" for known in fields], *deeper[:1])
             hint, limits = fields[name]
             made[name] = _cast(hint, value, where)
             _check(made[name], limits, where)

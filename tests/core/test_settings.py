@@ -25,6 +25,7 @@ def test_a_configuration_survives_yaml() -> None:
 @pytest.mark.parametrize(
     ("dotted", "value", "message"),
     [
+        ("epochs", 2, "unknown key 'epochs'; did you mean 'training.epochs'?"),
         ("training.epoch", 2, "unknown key 'training.epoch'; did you mean 'training.epochs'?"),
         ("training", 3, "training must hold keys and values, not 3"),
         ("training.epochs", 0, "training.epochs must be at least 1, not 0"),
