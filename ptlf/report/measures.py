@@ -154,6 +154,7 @@ COSTS = [
     cost("backward FLOPs", "backward_flops", "T", 3, "FLOPs", "backward, T", epoch="backward_flops"),
 ]
 MAIN_COSTS = [measure for measure in COSTS if measure.short]
+HEADLINE_COSTS = [measure for measure in COSTS if measure.path[-1] in ("learning_seconds", LATER_KEPT[-1])]
 
 
 def main_measures(comparison: Comparison, probes: Sequence[str]) -> list[Measure]:

@@ -15,7 +15,7 @@ from ptlf import __version__
 from ptlf.core.files import write_whole
 from ptlf.report.drawing import FONT, Colours, coded, page_svg, save_picture, style, themed
 from ptlf.report.intervals import neighbours_used, wilson
-from ptlf.report.measures import MAIN_COSTS, Measure, main_measures, notes, probe_measures, recorded
+from ptlf.report.measures import HEADLINE_COSTS, Measure, main_measures, notes, probe_measures, recorded
 from ptlf.report.runs import FEATURES, Comparison, Group, read_comparison
 from ptlf.report.sections import Figure, Picture, sections
 from ptlf.report.tables import percent
@@ -49,7 +49,7 @@ def page(comparison: Comparison) -> str:
     templates = Environment(loader=FileSystemLoader(Path(__file__).parent / "templates"), autoescape=True, **tidy)
     groups, base, measures = comparison.groups, comparison.baseline, main_measures(comparison, comparison.probes)
     scores = probe_measures(comparison.probes[0])[:2] if comparison.probes else []
-    headline = recorded(comparison, [*scores, *MAIN_COSTS[:2]])
+    headline = recorded(comparison, [*scores, *HEADLINE_COSTS])
     with style(colours := coded(comparison.tasks)):
         drawn = [
             (section, [(f, svgs) for f in section.figures if (svgs := pictures_as_svg(f, colours))])

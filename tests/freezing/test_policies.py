@@ -42,7 +42,8 @@ def test_choices_by_hand_and_at_random():
 
 
 def test_every_policy_chooses_candidates_once_and_names_what_it_lacks():
-    context = Context(UNITS, RATIOS, even(), torch.Generator().manual_seed(0))
+    sizes = dict(zip(UNITS, (30, 10, 20, 40), strict=True))
+    context = Context(UNITS, RATIOS, even(), torch.Generator().manual_seed(0), sizes=sizes)
     for (name, policy), count in itertools.product(POLICIES.items(), range(6)):
         chosen = policy().choose(count, ["b", "c", "d"], ["a"], context)
         assert len(chosen) == len(set(chosen)) == (0 if name == "none" else min(count, 3)), name

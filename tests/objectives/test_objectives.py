@@ -139,7 +139,7 @@ def test_momentum_networks_have_the_encoders_precision_and_heads_float32() -> No
     assert seen == [torch.bfloat16, torch.bfloat16, *[(torch.float32, torch.float32)] * 2]
 
 
-@pytest.mark.parametrize("name", OBJECTIVES)
+@pytest.mark.parametrize("name", [name for name, objective in OBJECTIVES.items() if objective.can_distill()])
 def test_distillation_by_hand(name: str) -> None:
     """Two views, predictions p and an earlier model's z; each objective's own kind of loss, with a gradient for p."""
     objective = make(name)
@@ -151,8 +151,10 @@ def test_distillation_by_hand(name: str) -> None:
     expected = {
         "simsiam": -cosine, "supervised": -cosine, "byol": 2 - 2 * cosine, "barlow_twins": np.mean(crossed),
         "mocov2plus": contrastive, "simclr": contrastive, "vicreg": 25 * np.mean((p - z) ** 2),
-    }[name]  # fmt: skip
-    assert objective.distill(list(torch.tensor(p)), list(torch.tensor(z))).item() == pytest.approx(expected, abs=1e-9)
+    }  # fmt: skip
+    assert name in expected, f"add what {name}'s `distill` gives by hand"
+    distilled = pytest.approx(expected[name], abs=1e-9)
+    assert objective.distill(list(torch.tensor(p)), list(torch.tensor(z))).item() == distilled
     predicted = torch.tensor(p, requires_grad=True)
     assert torch.autograd.gradcheck(lambda v: objective.distill(list(v), list(torch.tensor(z))), (predicted,))
 

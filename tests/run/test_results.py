@@ -12,7 +12,7 @@ from ptlf.report.measures import COSTS
 from ptlf.report.runs import LATER_KEPT, LATER_PEAK
 from ptlf.run import record
 from ptlf.run.record import Record
-from ptlf.run.results import compiling_seconds, epoch_lines, read_results, to_columns, to_json
+from ptlf.run.results import EPOCH, RESULTS, compiling_seconds, epoch_lines, read_results, to_columns, to_json
 from ptlf.training.checkpoint import Position
 from ptlf.training.trainer import EpochState, MeasuredStep
 
@@ -152,6 +152,8 @@ def test_what_is_recorded_is_shown() -> None:
     cost = recorded([(800, 5.0, 90)]).cost({"training": 1.0})
     shown = {measure.path for measure in COSTS}
     known = {("cost", key) for key in cost}
-    assert known - shown == {("cost", "per_task"), ("cost", "per_epoch")}
-    assert shown - known == {LATER_KEPT, LATER_PEAK}  # computed from the epochs
+    assert known - shown == {("cost", "per_task"), ("cost", "per_epoch")}, "show it by a line in COSTS"
+    assert shown - known == {LATER_KEPT, LATER_PEAK}, "sum it in Record.cost"  # these two are computed from the epochs
+    assert {*cost} <= {key.rstrip("?") for key in RESULTS["cost"]}, "declare it in SECONDS or BYTES of run/results.py"
+    assert {*cost["per_epoch"]} <= {key.rstrip("?") for key in EPOCH}, "declare it in EPOCH of run/results.py"
     assert {measure.epoch for measure in COSTS} - {""} <= set(cost["per_epoch"])

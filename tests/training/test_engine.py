@@ -428,7 +428,7 @@ def optimizer_for_graphs(config, model, method) -> torch.optim.Optimizer:
     return OPTIMIZERS[config.optimizer.name].make(config.optimizer, parameters, torch.tensor(0.1))
 
 
-PAIRS = [(objective, "cassle") for objective in OBJECTIVES]
+PAIRS = [(name, "cassle" if objective.can_distill() else "lump") for name, objective in OBJECTIVES.items()]
 PAIRS += [("simsiam", method) for method in METHODS if method != "cassle"]
 PAIRS += [("mocov2plus", "pnn"), ("byol", "lump"), ("supervised", "der")]
 SMALL = {"stream__groups": [[0, 1], [2, 3], [4, 5]], "stream__per_class": 20, "training__epochs": 2}
