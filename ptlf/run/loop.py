@@ -113,7 +113,7 @@ class Run:
         self.snapshots.load_state_dict(state)
         self.trainer.rebuild()
         if untrained is not None:
-            self.record.begin(*untrained)
+            self.record.set_untrained(*untrained)
             self.record.untrained_features += features
             if 0 < known <= self.progress.task < len(self.stream.tasks):  # it was not there when the last one ended
                 self.record.add_to(self.record.future, self.evaluator.test_next(self.progress.task))
@@ -146,7 +146,7 @@ class Run:
             elif self.config.memory.images is not None:
                 self.record.memory_images = fill_memory(self.components)
             self.record.add_reference(self.evaluator.test_reference())
-            self.record.begin(*self.evaluator.test_untrained())
+            self.record.set_untrained(*self.evaluator.test_untrained())
             self.record.untrained_features += self.evaluator.measure_untrained()
             self.evaluator.look("before")
             self.snapshots.save_gallery()
@@ -166,11 +166,11 @@ class Run:
             self.train_epoch(task.train)
             progress.epoch, progress.epoch_state = progress.epoch + 1, None
             self.save_or_stop()
-        if not progress.ended:
+        if not progress.task_learnt:
             self.method.end_task(progress.task, self.model)
-            progress.ended = True
+            progress.task_learnt = True
         self.test_task()
-        progress.task, progress.epoch, progress.ended = progress.task + 1, 0, False
+        progress.task, progress.epoch, progress.task_learnt = progress.task + 1, 0, False
         self.snapshots.save_results()
         self.save_or_stop()
 
@@ -278,10 +278,10 @@ class Run:
         and tested when it is resumed; elsewhere nothing was learnt since the last checkpoint. Several processes finish
         what they do: they have to stop at the same place."""
         if self.folder and self.stop_signal and processes.world_size() == 1:
-            if self.progress.ended:
+            if self.progress.task_learnt:
                 self.snapshots.save()
             self.snapshots.wait()
-            raise self.stopped(self.stop_signal, "" if self.progress.ended else self.lost())
+            raise self.stopped(self.stop_signal, "" if self.progress.task_learnt else self.lost())
 
     def stopped(self, number: int, lost: str = "") -> Stopped:
         assert self.folder is not None

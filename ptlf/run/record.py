@@ -30,7 +30,7 @@ class Progress:
     task: int = 0  # finished tasks
     epoch: int = 0  # finished epochs of the next task
     epoch_state: EpochState | None = None  # of the epoch under way
-    ended: bool = False  # the task under way is learnt, and not tested yet
+    task_learnt: bool = False  # the task under way, which is not tested yet
     status: str = "new"  # then running, and finished, stopped or failed
 
     @property
@@ -83,7 +83,7 @@ class Record:
         self.per_epoch.append(line)
         return line
 
-    def begin(self, untrained: Mapping[str, Row], ahead: Mapping[str, Row]) -> None:
+    def set_untrained(self, untrained: Mapping[str, Row], ahead: Mapping[str, Row]) -> None:
         """Accuracies of the untrained encoder on all splits known; `ahead` are those on tasks yet to come."""
         self.untrained = dict(untrained)
         self.add_to(self.untrained_future, ahead)

@@ -105,7 +105,7 @@ class Snapshots:
         parts, progress = self.components, self.progress
         return {
             "position": vars(progress.position),
-            "ended": progress.ended,
+            "ended": progress.task_learnt,
             "tasks": len(parts.stream.tasks),
             "model": parts.model.state_dict(),
             "method": parts.method.state_dict(),
@@ -136,7 +136,7 @@ class Snapshots:
             losses = {name: values.to(parts.device) for name, values in epoch["losses"].items()}
             progress.epoch_state = EpochState(**{**epoch, "losses": losses})
         progress.task, progress.epoch = state["position"]["task"], state["position"]["epoch"]
-        progress.ended = state["ended"]
+        progress.task_learnt = state["ended"]
         self.clock.add(state["clock"])
         if parts.gallery:
             parts.gallery.looks = parts.gallery.looks or state["looks"]
