@@ -336,3 +336,18 @@ def test_what_learn_gains_by_its_defaults() -> None:
     for domain, name in {**names, "satellite": "satellite images", "mean": "mean"}.items():
         row = table_rows(README, "new images")[name]
         assert row == [gained[domain][at].partition(" (")[0] for at in (0, 2, 4)], domain
+
+
+def test_two_sets_in_turn() -> None:
+    turns = json.loads((GIVEN / "turns-cells-letters-0.json").read_text())
+    alone = [json.loads((GIVEN / f"default-{name}-seed0.json").read_text()) for name in ("cells", "letters")]
+
+    def share(right: dict[str, list[int]]) -> str:
+        return f"{100 * statistics.fmean(right['knn']):.1f} %"
+
+    says(
+        PRETRAINED,
+        f"end at {share(turns['cells'])} and {share(turns['letters'])} by kNN; the runs above, on one set alone, at "
+        f"{share(alone[0]['end'])} and {share(alone[1]['end'])}.",
+        f"What the encoder knew was {share(alone[0]['known_start'])} at the start and {share(turns['photos'])} after",
+    )
