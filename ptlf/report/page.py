@@ -122,8 +122,9 @@ def sentence(group: Group, base: Group | None, measures: Sequence[Measure]) -> s
             words += f" ({measure.said(difference)} against {base.label})"
         said.append(words)
     if not group.first["probes"]:
-        tested = [f"{row['accuracy']} % ({row['probe']}) on labels that came later" for row in later_rows(group)[:1]]
-        said = tested or ["no labelled test images: its accuracy is not known", *said]
+        verdicts = [run.later["verdict"] for run in group.runs if run.later and "verdict" in run.later]
+        tested = [f"{row['accuracy']} % ({row['probe']}) on labels that came later" for row in later_rows(group)]
+        said = verdicts[:1] or tested[:1] or ["no labelled test images: its accuracy is not known", *said]
     joint = "; it learned all tasks at once: a bound for continual methods, not one of them" * group.joint
     return ", ".join(said) + joint + "; one seed does not tell a difference" * single
 

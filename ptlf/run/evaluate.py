@@ -73,14 +73,15 @@ def evaluate_run(
         return rows, names, None
     among = {name: row for name, row in rows.items() if row["settings"]["bank"] != OWN or name in (chosen or ())}
     rows = among or rows
+    verdict = judge(names[0], both_splits(data), encoder, start, name_start(config)) if start else None
     if learnt is not None:
         split = stream.eval_splits[0]
         sums = digest(split.bank_images, split.bank), digest(split.test_images, split.test)
         date = datetime.now(UTC).isoformat(timespec="seconds")
         test = {"date": date, "tasks": learnt, "images": names[0], "sha256": "-".join(sums), "probes": rows}
+        test |= {"verdict": verdict.sentence(folder)} if verdict else {}
         try:
             add_evaluation(folder, test)  # for the run's page
         except UserError as error:
             warn(f"the test is not kept for the report: {error}")
-    verdict = judge(names[0], both_splits(data), encoder, start, name_start(config)) if start else None
     return rows, names, verdict

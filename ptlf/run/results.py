@@ -76,7 +76,7 @@ RESULTS: Json = {
     **optional(NUMBER, "wall_seconds", "host_share"),
 }
 EVALUATION: Json = {
-    **{"date": str, "images": str, "sha256": str, "tasks": COUNT},
+    **{"date": str, "images": str, "sha256": str, "tasks": COUNT, "verdict?": str},
     "probes": {"*": {**PROBE, "test_images": [(1, 10**9)]}},
 }
 
