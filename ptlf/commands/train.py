@@ -97,7 +97,9 @@ def learn(
         raise UserError(f"--undo takes the last task of {folder} back; leave out {source or '--watch'}")
     learner = open_learner(folder, recipe, config, size, trust_code, overrides)
     if undo:
+        before = learner.tasks
         show_results(console, learner.undo(), folder)
+        tell(f"{before[-1]} is taken back; the encoder is the one after {before[-2]}")
         return write_page([folder], folder / "report.html")
     if watch:
         results = None

@@ -101,7 +101,9 @@ def test_labelled_images_are_judged_after_a_task_and_by_evaluate(tmp_path: Path)
     assert "begins with random weights" in " ".join(first.err.split())
     shown = run_cli("evaluate", run, "--stream.labelled", tmp_path / "known", "--trust-code").out
     assert "% of 12 images of known; the untrained encoder" in " ".join(shown.split())
-    shown = run_cli("learn", run, tmp_path / "known" / "a", "--trust-code").out
+    run_cli("learn", run, tmp_path / "known" / "a", "--trust-code")
+    shown = run_cli("learn", run, "--undo", "--trust-code").out
+    assert "a is taken back; the encoder is the one after day1" in shown
     known = Learner(
         tiny_encoder(), out=tmp_path / "second", size=8, **SMALL, **{"evaluation.reference": str(tmp_path / "known")}
     )
