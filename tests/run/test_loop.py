@@ -291,5 +291,5 @@ def test_features_are_measured_on_images_of_all_of_a_task(tiny, monkeypatch: pyt
     (found,) = run.evaluator.measure_features(0)
     assert torch.cat(gathered).max() >= indices[-3] and found["images"] == evaluator.SAMPLE
     gathered.clear()
-    run.warn_of_collapse(indices[:200])  # of which 128 are used
+    run.warn_of_harm(indices[:200])  # of which 128 are used
     assert torch.cat(gathered).max() >= indices[197]
