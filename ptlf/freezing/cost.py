@@ -116,6 +116,7 @@ class Estimate:
         return "\n".join(lines)
 
 
+@torch.inference_mode(False)
 def step_cost(
     module: nn.Module,
     optimizers: Sequence[Optimizer],
@@ -131,6 +132,7 @@ def step_cost(
 
     loss: by default the sum of all outputs. backward: whether to count its FLOPs.
     """
+    example = tree_map_only(Tensor, lambda tensor: tensor.clone() if tensor.is_inference() else tensor, example)
     held = [*module.parameters(), *module.buffers(), *folded]
     trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
     mode = FakeTensorMode(allow_non_fake_inputs=True)

@@ -234,6 +234,8 @@ def test_an_estimate_takes_shapes_alone_and_leaves_no_fake_tensor_behind():
     freezer = Freezer(model, OPTIMIZERS["adamw"](model.parameters()))
     estimate = freezer.estimate(3, x)
     assert freezer.estimate(3, torch.empty(x.shape, device="meta")) == estimate and estimate.names == ALL[:3]
+    with torch.inference_mode():
+        assert freezer.estimate(3, x) == freezer.estimate(3, images()) == estimate
     assert str(estimate).startswith("3 units to freeze ") and "activation memory" in str(estimate)
     batches = [torch.empty(n, *x.shape[1:], device="meta") for n in (4, 5, 1_000_000)]
     kept = [freezer.estimate(3, batch).if_frozen.kept_bytes for batch in batches]
