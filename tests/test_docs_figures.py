@@ -309,7 +309,7 @@ def test_a_given_encoder_by_the_share_of_its_layers_that_is_frozen() -> None:
         (each["depth"], each.get("which", "first")): point for key, point in depths.items() if (each := json.loads(key))
     }
     names = {0: "nothing", 0.25: "quarter", 0.5: "half (default)", 0.75: "three quarters", 0.9: "nine tenths"}
-    rows = table_rows(PRETRAINED, "| frozen |")
+    rows = table_rows(PRETRAINED, "| frozen | gained, kNN |")
     assert len(rows) == len(found)
     for (depth, which), point in found.items():
         assert rows[f"{which} {names[depth]}" if depth else "nothing"] == [f"{value:+.1f}" for value in point]
@@ -351,3 +351,17 @@ def test_two_sets_in_turn() -> None:
         f"{share(alone[0]['end'])} and {share(alone[1]['end'])}.",
         f"What the encoder knew was {share(alone[0]['known_start'])} at the start and {share(turns['photos'])} after",
     )
+
+
+def test_which_layers_are_frozen() -> None:
+    lines = [json.loads(line) for line in (GIVEN / "orders.jsonl").read_text().splitlines()]
+    start = {line["domain"]: line for line in lines if line["obj"] == "untouched"}
+    names = {"first": "first half", "ratios": "half, highest ratios"}
+    expected = []
+    for line in [line for line in lines if line["obj"] != "untouched"]:
+        before, layers, known = start[line["domain"]], line["frozen"], start["photos"]["knn"]
+        found = [line["domain"], names[line["which"]], str(sum(layer < 26 for layer in layers))] if layers else []
+        found = found or [line["domain"], "nothing", "-"]
+        changes = [line[test] - before[test] for test in ("knn", "linear")] + [line["knew"] - known]
+        expected.append([*found, *(f"{change:+.1f}" for change in changes)])
+    assert sorted(table(PRETRAINED, "of the first 26 layers")) == sorted(expected)
