@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from paper_runs import paper_results
 
+from benchmarks.pretrained import gain
 from benchmarks.pretrained import table as given_table
 from benchmarks.pretrained_picture import points
 from ptlf.report.runs import LATER_KEPT, RunRecord
@@ -17,6 +18,7 @@ from reproduction.tables import METHODS, OBJECTIVES, TABLES
 
 ROOT = Path(__file__).parent.parent
 GIVEN = ROOT / "results" / "pretrained"
+NOTHING = ("nothing", "nothing_vicreg")
 README, RECIPES, SAVINGS, PRETRAINED, BENCHMARKS, RESULTS = (
     ROOT / name
     for name in (
@@ -365,3 +367,35 @@ def test_which_layers_are_frozen() -> None:
         changes = [line[test] - before[test] for test in ("knn", "linear")] + [line["knew"] - known]
         expected.append([*found, *(f"{change:+.1f}" for change in changes)])
     assert sorted(table(PRETRAINED, "of the first 26 layers")) == sorted(expected)
+
+
+def test_from_nothing() -> None:
+    default, vicreg = (json.loads((GIVEN / f"{name}-photos-seed0.json").read_text()) for name in NOTHING)
+    given = json.loads((GIVEN / "default-cells-seed0.json").read_text())["known_start"]
+    rows = [given, vicreg["end"], vicreg["colours"], vicreg["start"], default["end"], vicreg["pixels"]]
+    expected = [[f"{100 * statistics.fmean(row[test]):.1f}" for test in ("knn", "linear")] for row in rows]
+    assert [row[1:] for row in table(PRETRAINED, "| encoder | kNN, %")] == expected
+    better, colours = (gain([vicreg], before, "end", "knn") for before in ("start", "colours"))
+    says(PRETRAINED, f"by {better.lstrip('+')} points, and no better than colours ({colours})")
+
+
+def test_what_a_given_encoder_costs() -> None:
+    costs = json.loads((GIVEN / "costs.json").read_text())
+    base = next(row for row in costs["rows"] if row["way"] == "all layers train")["epoch_seconds"]
+    expected = [
+        [
+            row["way"],
+            f"{row['epoch_seconds']:.1f}",
+            f"{row['epoch_seconds'] / base:.2f}",
+            f"{row['kept_bytes'] / 2**20:.0f}",
+        ]
+        for row in costs["rows"]
+    ]
+    assert table(PRETRAINED, "| training | seconds |") == expected
+    (default,) = [row for row in costs["rows"] if "default" in row["way"]]
+    files = costs["from files"]
+    says(
+        PRETRAINED,
+        f"The first epoch of the default takes {default['first_epoch_seconds']:.1f} s",
+        f"take {files['seconds']:.0f} s, with at most {files['peak_resident_bytes'] / 2**30:.1f} GiB of memory",
+    )
