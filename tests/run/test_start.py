@@ -184,9 +184,9 @@ def test_an_encoder_that_forgets_is_warned_of_in_the_first_epoch(
     last: dict[str, list[float]] = {}
     run.components.reference.rows = lambda *_: last.update(next(rows, {})) or dict(last)  # type: ignore[method-assign]
     run.train()
-    told = capsys.readouterr().err
+    printed = capsys.readouterr().err
     place = "in task 2, epoch 1: knn_class on 17 images of what it knew fell from 90.0 to 20.0 %"
-    assert told.count("the encoder is worse than before training") == told.count(place) == 1
+    assert printed.count("the encoder is worse than before training") == printed.count(place) == 1
 
 
 def test_a_reference_without_labels(known: Path, tmp_path: Path) -> None:
