@@ -399,3 +399,11 @@ def test_what_a_given_encoder_costs() -> None:
         f"The first epoch of the default takes {default['first_epoch_seconds']:.1f} s",
         f"take {files['seconds']:.0f} s, with at most {files['peak_resident_bytes'] / 2**30:.1f} GiB of memory",
     )
+
+
+def test_a_transformer_in_small() -> None:
+    run = json.loads((GIVEN / "vit-digits59-seed0.json").read_text())
+    gained, changed = gain([run], "start", "end", "knn"), gain([run], "known_start", "known_end", "knn")
+    start, pixels = (f"{100 * statistics.fmean(run[name]['knn']):.1f} %" for name in ("start", "pixels"))
+    says(PRETRAINED, f"gains {gained} points on the digits 5 to 9 from {start}, and changes by {changed}")
+    says(PRETRAINED, f"raw pixels have {pixels}")
