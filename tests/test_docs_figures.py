@@ -402,8 +402,12 @@ def test_what_a_given_encoder_costs() -> None:
 
 
 def test_a_transformer_in_small() -> None:
-    run = json.loads((GIVEN / "vit-digits59-seed0.json").read_text())
+    run, unfrozen = (
+        json.loads((GIVEN / f"{name}-digits59-seed0.json").read_text()) for name in ("vit", "vit-unfrozen")
+    )
     gained, changed = gain([run], "start", "end", "knn"), gain([run], "known_start", "known_end", "knn")
+    more, less = gain([unfrozen], "start", "end", "knn"), gain([unfrozen], "known_start", "known_end", "knn")
+    says(PRETRAINED, f"With nothing frozen it gains {more} points and changes by {less}")
     start, pixels = (f"{100 * statistics.fmean(run[name]['knn']):.1f} %" for name in ("start", "pixels"))
     says(PRETRAINED, f"gains {gained} points on the digits 5 to 9 from {start}, and changes by {changed}")
     says(PRETRAINED, f"raw pixels have {pixels}")
