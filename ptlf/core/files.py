@@ -67,7 +67,8 @@ def file_digest(file: Path, algorithm: str = "sha256", advance: Callable[[int], 
 
 
 def lock_holder(file: Path) -> tuple[str, bool | None]:
-    """PROCESS on MACHINE of the lock file (empty if there is none), and whether it is held; None: it cannot be told."""
+    """Who wrote the lock file, as "PROCESS on MACHINE" (empty if there is none), and whether that process still holds
+    the lock; None where this machine cannot know."""
     holder = ""
     try:
         with open(file, errors="replace") as opened:

@@ -68,7 +68,7 @@ def process_group() -> Iterator[None]:
 
 
 def restarts() -> int:
-    """Of this process by torchrun."""
+    """How often torchrun has restarted this process."""
     return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
 
 

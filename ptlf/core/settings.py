@@ -223,7 +223,7 @@ def describe(kind: Kind, path: str = "") -> list[tuple[str, str, str]]:
         keys = {key for key, _, _ in shared}
         owners: dict[tuple[str, str, str], list[str]] = {}
         family = meta["family"] or {}
-        by_prefix = {f"{prefix}:": make("NAME") for prefix, make in getattr(family, "prefixes", {}).items()}
+        by_prefix = {f"{prefix}:NAME": make("NAME") for prefix, make in getattr(family, "prefixes", {}).items()}
         for member, entry in {**family, **by_prefix}.items():
             for row in describe(entry.Config, where):
                 if row[0] not in keys:

@@ -55,7 +55,8 @@ def is_usual(norm: nn.modules.batchnorm._BatchNorm) -> bool:
 
 
 class SharedStatistics(nn.modules.batchnorm._BatchNorm):
-    """BatchNorm over the batch of all processes, in equal shares; each of `views` by its own statistics, in order."""
+    """BatchNorm over the batch of all processes, which have shares of equal size. Each of `views` is normalised by its
+    own statistics, which update the running ones in order."""
 
     views = 1
 

@@ -102,7 +102,8 @@ class Freezer:
         return [unit.name for unit in chosen]
 
     def thaw(self, units: Selector | None = None) -> list[str]:
-        """Make these units (by default all) trainable again, without optimizer state; the names of those that froze."""
+        """Make these units (by default all) trainable again, as they were before; the names of those that were frozen.
+        Their optimizer state starts empty."""
         chosen = self.units if units is None else self._select(units)
         thawed = [unit for unit in chosen if unit.name in self._frozen]
         for unit in thawed:
@@ -149,7 +150,7 @@ class Freezer:
             return Estimate(names, self._cost(example, loss), self._cost(example, loss, names))
 
     def measure(self, example: Any, *, loss: Loss | None = None) -> dict[str, int]:
-        """By name, the bytes of a step that each unit saves if it alone freezes too."""
+        """The bytes of a step that each unit saves if it alone freezes beside those that are frozen, by name."""
         with self._pretending():
             now = self._cost(example, loss, backward=False).bytes
             for name in [unit.name for unit in self.units if unit.name not in self._frozen]:

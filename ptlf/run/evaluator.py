@@ -134,8 +134,14 @@ class Evaluator:
         with self.clock("evaluation"), self.phase("testing what the encoder knew before"):
             rows = prober.rows(self.encoder, 0)
         images = sum(len(split.test) for split in prober.stream.eval_splits)
-        each = [(probe, record[probe][0], row[0], images) for probe, row in rows.items() if row[0] is not None]
-        return [it for it in each if it[1] - it[2] > 1.96 * (2 * it[1] * (100 - it[1]) / images) ** 0.5]
+        worse = []
+        for probe, (now, *_) in rows.items():
+            before = record[probe][0]
+            if now is not None:
+                both = (before + now) / 2
+                if before - now > 1.96 * (2 * both * (100 - both) / images) ** 0.5:
+                    worse.append((probe, before, now, images))
+        return worse
 
     def measure_features(self, task: int) -> list[dict[str, Any]]:
         """Spread and effective rank of the features of a sample of this task's images, where there are tests."""

@@ -9,7 +9,8 @@ from typing import Any, Self
 
 
 class Stopped(Exception):
-    """By a signal, after saving a checkpoint; else `lost` says what is lost. `unlearnt` names a task not yet learnt."""
+    """The run was stopped by a signal, after saving a checkpoint, or else `lost` says what is lost. `unlearnt` names a
+    task that was given and is not in the run yet."""
 
     def __init__(self, folder: Path, number: int, advice: str = "", lost: str = "", unlearnt: str = "") -> None:
         how = f"stopped without saving: {lost}" if lost else "stopped"

@@ -312,7 +312,7 @@ class Trainer:
 
 
 def average_gradients(parameters: Sequence[Tensor]) -> int:
-    """Of all processes, where there are any. Returns how many bytes that exchanges."""
+    """Average them over the processes, with one all-reduce. Returns how many bytes that exchanges."""
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     processes.all_reduce_mean_(gradients)
     return sum(gradient.nbytes for gradient in gradients)
