@@ -39,6 +39,7 @@ class TaskCorrelation:
     loss_fn: returns the loss on a batch of the new task. The constructor calls it `batches` times, in the module's
         current mode, and averages the weight gradients.
     threshold: fraction of the inputs' energy that the kept singular vectors must reach.
+    reach: False keeps one singular vector fewer: they stay below the threshold, as in the code of GPM and TRGP.
     units: trainable units; by default all of the module, found by a forward of `example`, or of the first inputs.
     gradient_fn: in place of loss_fn, returns the gradients of the given weights on a batch of the task.
     keep: further modules that `loss_fn` changes, such as heads with batch norm, a momentum encoder or a queue.
@@ -60,6 +61,7 @@ class TaskCorrelation:
         loss_fn: Callable[[], Tensor] | None,
         threshold: float = 0.99,
         *,
+        reach: bool = True,
         units: Sequence[Unit] | None = None,
         example: Any = None,
         gradient_fn: GradientFn | None = None,
@@ -79,7 +81,7 @@ class TaskCorrelation:
         if gradient_fn is None:
             assert loss_fn is not None
             gradient_fn = partial(gradients_of, loss_fn)
-        self.module, self.replay, self.threshold = module, replay, threshold
+        self.module, self.replay, self.threshold, self.reach = module, replay, threshold, reach
         self.units, self.chunk = {unit.name: unit for unit in units}, chunk
         self.known: dict[str, float] = {}  # the ratios computed so far
         self.directions: dict[str, int] = {}
@@ -96,7 +98,7 @@ class TaskCorrelation:
                 inputs = replay_inputs(self.module, group, self.replay, self.chunk)
             for unit in group:
                 # The Gram matrices are let go of one by one.
-                bases = [some.basis(self.threshold) for some in inputs.pop(unit.name)]
+                bases = [some.basis(self.threshold, self.reach) for some in inputs.pop(unit.name)]
                 ratios[unit.name] = projection_ratio(self.gradients[unit.name], bases)
                 self.directions[unit.name] = sum(basis.shape[-1] for basis in bases)
         if ratios:  # one transfer for all

@@ -120,13 +120,13 @@ class Inputs:
                 first = self.blocks.pop(0)
                 self.gram.baddbmm_(first, first.mT)
 
-    def basis(self, threshold: float) -> Tensor:
+    def basis(self, threshold: float, reach: bool = True) -> Tensor:
         """B (groups, m, k)."""
         if self.gram is not None:
-            return leading_eigenvectors(self.gram, threshold)
+            return leading_eigenvectors(self.gram, threshold, reach)
         few = torch.cat(self.blocks, dim=-1)
         # R V has orthogonal columns for the eigenvectors V of R^T R, but for rounding, which the QR takes away.
-        right = leading_eigenvectors(few.mT @ few, threshold)
+        right = leading_eigenvectors(few.mT @ few, threshold, reach)
         return torch.linalg.qr(few @ right)[0] * (right.square().sum(-2, keepdim=True) > 0)
 
     def total(self) -> Tensor:
@@ -209,15 +209,16 @@ def columns(part: Part, inputs: Tensor) -> Iterator[Tensor]:
         yield patches[kept].permute(order).reshape(groups(part), fan_in(part), -1)
 
 
-def leading_eigenvectors(gram: Tensor, threshold: float) -> Tensor:
-    """Orthonormal columns (..., m, k): the fewest eigenvectors whose eigenvalues sum to `threshold` of the trace.
+def leading_eigenvectors(gram: Tensor, threshold: float, reach: bool = True) -> Tensor:
+    """Orthonormal columns (..., m, k): the fewest eigenvectors whose eigenvalues sum to `threshold` of the trace; if
+    not `reach`, the most whose sum stays below it.
 
     All Gram matrices (..., m, m) of a batch share k, the largest number needed; columns that one does not need are 0.
     """
     values, vectors = torch.linalg.eigh(gram)
     values, vectors = values.flip(-1), vectors.flip(-1)  # now descending
     sums = values.cumsum(-1)
-    before = F.pad(sums[..., :-1], (1, 0))  # energy of the eigenvectors before this one
+    before = F.pad(sums[..., :-1], (1, 0)) if reach else sums  # energy of the eigenvectors before this one
     # The slack exceeds the rounding error of summing a few thousand eigenvalues. It lets an energy equal to the
     # threshold count as reached, and keeps a threshold of 1 from including the null space.
     wanted = before < threshold * (1 - 1e-11) * sums[..., -1:]

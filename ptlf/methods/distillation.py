@@ -6,9 +6,12 @@ from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from ptlf.core.batch import Batch
 from ptlf.core.settings import Presets, key
+from ptlf.freezing import Freezer
+from ptlf.freezing.kernels import EvalMode
 from ptlf.methods.memory import Memory
 from ptlf.methods.method import Method, MethodConfig
 from ptlf.model import Model
@@ -41,13 +44,34 @@ class PreviousModel(Teacher):
         for module in self.modules():
             if isinstance(module, nn.modules.batchnorm._NormBase):
                 module.track_running_stats = False
+        self.held: list[EvalMode] = []
+
+    def freeze_like(self, freezer: Freezer) -> None:
+        """Norms of units that are frozen in the model, and still the same in both, use running statistics here too: the
+        two then compute the same in a frozen prefix, and share its forward."""
+        while self.held:
+            self.held.pop().detach()
+        paths = {module: path for path, module in freezer.module.named_modules()}
+        for unit in freezer.units:
+            if unit.name not in freezer.frozen or freezer.batch_statistics:
+                continue
+            copies = {module: self.encoder.get_submodule(paths[module]) for module in (unit.layer, *unit.norms)}
+            if all(same_state(module, copy) for module, copy in copies.items()):
+                norms = [copies[norm] for norm in unit.norms]
+                self.held += [EvalMode(norm) for norm in norms if getattr(norm, "running_mean", None) is not None]
+        for patch in self.held:
+            patch.attach()
+
+
+def same_state(module: nn.Module, copy: nn.Module) -> bool:
+    return all(map(torch.equal, module.state_dict().values(), copy.state_dict().values()))
 
 
 @dataclass
 class CassleConfig(MethodConfig):
     name: str = "cassle"
     weight: float = key(1.0, "weight of the loss against the previous model", ge=0)
-    hidden: int = key(2048, "hidden width of the predictor", ge=1)
+    hidden: int | None = key(2048, "hidden width of the predictor; null = half of what goes in", ge=1)
 
 
 class Cassle(Method[CassleConfig]):
@@ -60,7 +84,7 @@ class Cassle(Method[CassleConfig]):
     def __init__(self, config: CassleConfig, model: Model, memory: Memory | None, generator: torch.Generator) -> None:
         super().__init__(config, model, memory, generator)
         width = model.objective.projection_dim if self.distills else model.objective.feature_dim
-        self.predictor = mlp(width, config.hidden, width)
+        self.predictor = mlp(width, config.hidden or max(1, width // 2), width)
         self.previous = PreviousModel(model.encoder, model.objective.projector)
 
     def begin_task(self, index: int, model: Model, steps: int) -> None:
@@ -75,7 +99,11 @@ class Cassle(Method[CassleConfig]):
         vectors = self.vectors(model, batch)
         losses = {"ssl": model.compare(vectors, batch) if self.distills else model.loss(vectors, batch)}
         if self.task > 0:
-            old, predicted = self.vectors(model, batch, self.previous), each_view(self.predictor, vectors)
+            old, unit = (
+                self.vectors(model, batch, self.previous),
+                self.distills and model.objective.distills_unit_vectors,
+            )
+            predicted = each_view(self.predictor, [F.normalize(v, dim=1) for v in vectors] if unit else vectors)
             distilled = model.objective.distill if self.distills else partial(mean_over_views, negative_cosine)
             losses["distill"] = self.config.weight * distilled(predicted, old)
         return losses
@@ -86,9 +114,16 @@ class Cassle(Method[CassleConfig]):
         return model.project(features, teacher) if self.distills else features
 
 
+@dataclass
+class PFRConfig(CassleConfig):
+    name: str = "pfr"
+    hidden: int | None = key(None, "hidden width of the predictor; null = half of what goes in, as in PFR's code", ge=1)
+
+
 class PFR(Cassle):
     """PFR: predicted features against the previous encoder's, by negative cosine, whatever the objective."""
 
+    Config = PFRConfig
     distills = False
 
 

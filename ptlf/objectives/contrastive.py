@@ -74,6 +74,7 @@ class MoCoV2Plus(Objective[MoCoV2PlusConfig]):
     """MoCo v2+: each view must find the other's momentum key among those of many earlier images (symmetric loss)."""
 
     Config = MoCoV2PlusConfig
+    distills_unit_vectors = True  # as in CaSSLe's code
     presets: ClassVar[Presets] = {
         "digits": {"objective": {"hidden": 256, "projection": 64, "queue": 512}},
         "cassle": {"views": CASSLE_MOCO, "training": CASSLE_SGD},

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from ptlf.core.batch import Batch
 from ptlf.core.memory import check_fits
 from ptlf.core.settings import Presets, key
+from ptlf.freezing import Freezer
 
 # Of CaSSLe's protocol, for objectives that it trains by SGD on the views of MoCo.
 CASSLE_MOCO = {"name": "cassle-moco"}
@@ -63,6 +64,9 @@ class Teacher(nn.Module):
         self.encoder, self.projector = deepcopy(encoder), deepcopy(projector)
         self.requires_grad_(False)
 
+    def freeze_like(self, freezer: Freezer) -> None:
+        """Called when other units of the model's encoder than before are frozen, and after a resume."""
+
 
 class MomentumTeacher(Teacher):
     """A moving average of the trained weights; its norms keep running statistics of their own.
@@ -105,6 +109,7 @@ C = TypeVar("C", bound=ObjectiveConfig)
 class Objective(nn.Module, Generic[C]):
     Config: type[ObjectiveConfig] = ObjectiveConfig
     needs_labels = False  # refuses streams and methods without a label per image
+    distills_unit_vectors = False  # an earlier model's projections are predicted from normalised ones
     presets: ClassVar[Presets] = {}
 
     projector: nn.Module

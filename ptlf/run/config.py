@@ -36,6 +36,9 @@ class FreezingConfig:
     shape: str = key("cosine", "how the share rises", choices=("cosine", "linear", "constant"))
     update: str = key("one-shot", "when ratios are computed", choices=("one-shot", "per-epoch"))
     threshold: float = key(0.99, "energy of the past's inputs that a unit's subspace keeps", gt=0, le=1)
+    reach: bool = key(
+        True, "the subspace reaches that energy, as printed; false = one direction fewer, as in TRGP's code"
+    )
     thaw: str = key("all", "at a task's start: all, or units that it would not freeze", choices=("all", "needed"))
     batches: int = key(8, "batches of the new task whose gradients are averaged for the ratios", ge=1, le=10_000)
     batch_statistics: bool = key(False, "frozen norms use batch statistics (true) or their running statistics (false)")

@@ -58,6 +58,7 @@ class Evaluator:
                 parts.prepare(memory.past()),
                 None,
                 settings.threshold,
+                reach=settings.reach,
                 units=[unit for unit in freezer.units if unit.name not in freezer.frozen],
                 gradient_fn=partial(self.sample_gradients, at, indices),
                 batches=settings.batches,

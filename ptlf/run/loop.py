@@ -111,7 +111,7 @@ class Run:
             self.evaluator.look("before")
         looked = bool(gallery and gallery.looks)
         self.snapshots.load_state_dict(state)
-        self.trainer.rebuild()
+        self.rebuild_step()
         if untrained is not None:
             self.record.set_untrained(*untrained)
             self.record.untrained_features += features
@@ -237,8 +237,14 @@ class Run:
             if correlation is not None:
                 freezing.log_directions(correlation.directions)
             if changed := bool(record.newly_frozen) or at.epoch == 0:
-                self.trainer.rebuild()
+                self.rebuild_step()
         return changed
+
+    def rebuild_step(self) -> None:
+        """The step's operations are others than before."""
+        for teacher in self.trainer.teachers():
+            teacher.freeze_like(self.freezing.freezer)
+        self.trainer.rebuild()
 
     def warn_of_harm(self, indices: np.ndarray) -> None:
         """Once, if features collapse or the encoder forgets what it knew. Looked for after 1, 2, 4, 8... epochs of a
