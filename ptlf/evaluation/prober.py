@@ -18,11 +18,15 @@ from ptlf.core.settings import key
 from ptlf.evaluation.probes import OWN, KnnClass, KnnTask, Linear, Probe, ProbeConfig
 from ptlf.stream import EvalSplit, Images, Stream
 from ptlf.stream.loading import Sources, image_sources
+from ptlf.views import View, draw
+from ptlf.views.operations import crop
 
 Row = list[float | None]
 Labelled = tuple[Tensor, Tensor]  # features (N, D) and labels (N,)
 Prepare = Callable[[Tensor], Tensor]  # stored images as the encoder's input
 Bank = tuple[Images, np.ndarray]  # images, and the indices of those that count
+
+CROPS = View(crop_scale=(0.08, 1.0))  # random crops and flips, as in CaSSLe's linear probe
 
 # To add a probe: a subclass of `Probe`, and its name here.
 PROBES: Registry[type[Probe]] = Registry(
@@ -106,9 +110,13 @@ class Prober:
         encoded = self.encode(encoder, [*banks, *((split.test_images, split.test) for split in tested)], phase)
         own_banks, tests = dict(zip(owners, encoded, strict=False)), encoded[len(banks) :]
         features, labels = (torch.cat(part) for part in zip(*encoded[: len(banks)], strict=True))
+
+        def augmented(epoch: int) -> Tensor:
+            return torch.cat([made for made, _ in self.encode(encoder, banks, phase, epoch)])
+
         with phase("probes", len(rows) * len(tested), "scores") as advance:
             for probe, name, bank in self.rows_of:
-                score = probe.fit(features, labels, tasks) if bank != OWN else None
+                score = probe.fit_augmented(features, labels, tasks, augmented) if bank != OWN else None
                 for split, test in zip(tested, tests, strict=True):
                     own = None if score else own_accuracy(probe, encoder, split, own_banks[split], test, tasks)
                     rows[name][splits.index(split)] = score(*test) if score else own
@@ -148,30 +156,48 @@ class Prober:
             for name, probe in owners.items()
         }
 
-    def encode(self, encoder: nn.Module, banks: Sequence[Bank], phase: Phase) -> list[Labelled]:
-        with eval_mode(encoder), phase("features", sum(len(indices) for _, indices in banks)) as advance:
-            return [self.features(encoder, *bank, advance) for bank in banks]
+    def encode(
+        self, encoder: nn.Module, banks: Sequence[Bank], phase: Phase, epoch: int | None = None
+    ) -> list[Labelled]:
+        """epoch: of the images' random crops, which follow from its number."""
+        crops = None if epoch is None else torch.Generator().manual_seed(epoch)
+        name = "features" if crops is None else "features of random crops"
+        with eval_mode(encoder), phase(name, sum(len(indices) for _, indices in banks)) as advance:
+            return [self.features(encoder, *bank, advance, crops) for bank in banks]
 
     def features(
-        self, encoder: nn.Module, images: Images, indices: np.ndarray, advance: Advance = lambda amount: None
-    ) -> Labelled:
-        """Features (N, D) in float32 and labels (N,) of the images with these indices."""
+        self, encoder: nn.Module, images: Images, indices: np.ndarray, advance: Advance = lambda amount: None,
+        crops: torch.Generator | None = None,
+    ) -> Labelled:  # fmt: skip
+        """Features (N, D) in float32 and labels (N,) of the images with these indices, or of random crops of them."""
         source = self.sources(images)
         chosen = torch.from_numpy(indices)
+        uniforms = None if crops is None else draw(len(chosen), crops, 1)[0]
         # Every process looks at its share; the last image fills up what cannot be shared equally.
-        filled = torch.cat((chosen, chosen[-1:].expand(-len(chosen) % processes.world_size())))
-        mine = filled[processes.shard(len(filled))]
+        rows = torch.arange(len(chosen) + -len(chosen) % processes.world_size()).clamp_max(len(chosen) - 1)
+        shares = rows[processes.shard(len(rows))].split(self.config.batch)
         parts = []
-        with source.batches(mine.split(self.config.batch)) as batches:
-            for batch in batches:
-                parts.append(encoder(self.prepare(batch)).float())
+        with source.batches([chosen[share] for share in shares]) as batches:
+            for batch, share in zip(batches, shares, strict=True):
+                shown = batch if uniforms is None else self.random_crops(batch, uniforms[share])
+                parts.append(encoder(self.prepare(shown)).float())
                 advance(len(batch) * processes.world_size())
         return processes.all_gather_rows(torch.cat(parts))[: len(chosen)], source.labels[chosen].to(self.device)
 
+    def random_crops(self, images: Tensor, uniforms: Tensor) -> Tensor:
+        """Of stored images, of the encoder's size, flipped by chance; as images again (B, S, S, 3) uint8."""
+        size = self.prepare(images[:1]).shape[-1]
+        made = crop(images, uniforms.to(images.device), CROPS, size)
+        return made.mul_(255).round_().to(torch.uint8).permute(0, 2, 3, 1)
+
     def settings(self) -> dict[str, dict[str, Any]]:
-        """What the accuracies were measured with, by row."""
+        """What the accuracies were measured with, by row. Augmentation only where it was used."""
         limit = {} if self.config.tasks == "all" else {"tasks": self.config.tasks}
-        return {name: {**probe.settings(), "bank": bank, **limit} for probe, name, bank in self.rows_of}
+        found: dict[str, dict[str, Any]] = {}
+        for probe, name, bank in self.rows_of:
+            own = {key: value for key, value in probe.settings().items() if key != "augment" or (value and bank != OWN)}
+            found[name] = {**own, "bank": bank, **limit}
+        return found
 
 
 def own_accuracy(

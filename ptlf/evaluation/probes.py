@@ -12,6 +12,7 @@ from ptlf.core.settings import as_dict, key
 
 CHUNK = 1024  # queries at once; bounds the memory for their similarities to the bank
 Score = Callable[[Tensor, Tensor], float]  # features (N, D) and labels (N,) -> accuracy in per cent
+Augmented = Callable[[int], Tensor]  # number of an epoch -> features (N, D) of new random crops of a bank's images
 
 # The banks: the training images that a split is tested against.
 OWN, SEEN = "training images of the split's own task", "training images of all classes seen"
@@ -46,6 +47,10 @@ class Probe(Generic[C]):
     def fit(self, features: Tensor, labels: Tensor, seen_tasks: int) -> Score:
         """From a bank's features (N, D) and labels (N,). The same bank must give the same score every time."""
         raise NotImplementedError
+
+    def fit_augmented(self, features: Tensor, labels: Tensor, seen_tasks: int, augmented: Augmented) -> Score:
+        """`fit` on the bank of all classes seen. Each call of `augmented` encodes all its images."""
+        return self.fit(features, labels, seen_tasks)
 
     def settings(self) -> dict[str, Any]:
         """What the accuracies were measured with, for the record."""
@@ -122,15 +127,17 @@ def knn_predict(bank: Tensor, bank_labels: Tensor, queries: Tensor, *, k: int, t
 
 @dataclass
 class LinearConfig(ProbeConfig):
-    """CaSSLe's protocol: SGD with momentum 0.9, the rate divided by 10 at 60 % and 80 % of the epochs. There features
-    stay as they are, which takes many steps: those of a random encoder are small, and would be underrated."""
+    """CaSSLe's protocol: SGD with momentum 0.9, the rate divided by 10 at 60 % and 80 % of the epochs. There the rate
+    depends on the objective, images are augmented, and features stay as they are, which takes many steps: those of a
+    random encoder are small, and would be underrated."""
 
-    epochs: int = key(100, "passes over the cached features", ge=1, le=10_000)
+    epochs: int = key(100, "passes over the training images", ge=1, le=10_000)
     batch: int = key(256, "features per step", ge=1)
-    lr: float = key(0.1, "learning rate", gt=0)
+    lr: float = key(0.1, "learning rate; recipes of CaSSLe's protocol have one for each objective", gt=0)
     momentum: float = key(0.9, "momentum", ge=0, le=0.9999)
     weight_decay: float = key(0.0, "weight decay", ge=0)
     standardise: bool = key(True, "scale features by mean and deviation of the bank; off in CaSSLe's protocol")
+    augment: bool = key(False, "fit the row `linear` on crops and flips that are encoded anew in every epoch (CaSSLe)")
 
 
 class Linear(Probe[LinearConfig]):
@@ -139,30 +146,39 @@ class Linear(Probe[LinearConfig]):
     Config = LinearConfig
     rows: ClassVar[Mapping[str, str]] = {"linear_task": OWN, "linear": SEEN}
 
-    def fit(self, features: Tensor, labels: Tensor, seen_tasks: int) -> Score:
-        weight, bias, classes = linear_fit(features, labels, self.config)
+    def fit_augmented(self, features: Tensor, labels: Tensor, seen_tasks: int, augmented: Augmented) -> Score:
+        return self.fit(features, labels, seen_tasks, augmented if self.config.augment else None)
+
+    def fit(self, features: Tensor, labels: Tensor, seen_tasks: int, augmented: Augmented | None = None) -> Score:
+        weight, bias, classes = linear_fit(features, labels, self.config, augmented)
         return lambda inputs, truth: per_cent_equal(classes[F.linear(inputs, weight, bias).argmax(1)], truth)
 
 
-def linear_fit(features: Tensor, labels: Tensor, config: LinearConfig) -> tuple[Tensor, Tensor, Tensor]:
-    """Softmax regression over the labels (N,) that occur, on features (N, D), from zero weights.
+def linear_fit(
+    features: Tensor, labels: Tensor, config: LinearConfig, augmented: Augmented | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Softmax regression over the labels (N,) that occur, on features (N, D) or those of an epoch, from zero weights.
 
     Returns the weight (C, D), the bias (C,) and the label (C,) that each output stands for.
     """
     generator = torch.Generator().manual_seed(0)  # so that the accuracy is a function of the features alone
     classes, targets = labels.unique(return_inverse=True)
     mean, deviation = features.double().mean(0), features.double().std(0, correction=0).clamp_min(1e-6)
-    if config.standardise:
-        features = ((features - mean) / deviation).to(features.dtype)
+
+    def scaled(features: Tensor) -> Tensor:
+        return ((features - mean) / deviation).to(features.dtype) if config.standardise else features
+
+    inputs = scaled(features)
     weight = torch.zeros(len(classes), features.shape[1], device=features.device, requires_grad=True)
     bias = torch.zeros(len(classes), device=features.device, requires_grad=True)
     optimizer = torch.optim.SGD([weight, bias], config.lr, config.momentum, weight_decay=config.weight_decay)
     schedule = torch.optim.lr_scheduler.MultiStepLR(optimizer, [round(p * config.epochs) for p in (0.6, 0.8)])
     with torch.enable_grad():
-        for _ in range(config.epochs):
+        for epoch in range(config.epochs):
+            inputs = inputs if augmented is None else scaled(augmented(epoch))
             order = torch.randperm(len(features), generator=generator).to(features.device)
             for part in order.split(config.batch):
-                loss = F.cross_entropy(F.linear(features[part], weight, bias), targets[part])
+                loss = F.cross_entropy(F.linear(inputs[part], weight, bias), targets[part])
                 optimizer.zero_grad(set_to_none=True)
                 loss.backward()
                 optimizer.step()

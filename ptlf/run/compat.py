@@ -22,12 +22,17 @@ ADDED: Mapping[str, Any] = {
     "evaluation.reference": None,
     "evaluation.reference_test": 0.2,
     "evaluation.tasks": "all",
+    "freezing.reach": True,
     "freezing.thaw": "all",
     "memory.images": None,
+    "objective.layers": 2,
+    "objective.predictor_hidden": None,
+    "probes.linear.augment": False,
     "probes.linear.standardise": True,  # of runs without this probe
     "training.clip": None,
     "training.head_lr": None,
     "training.keep_views": 0,
+    "training.warmup_start": None,
 }
 
 

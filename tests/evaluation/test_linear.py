@@ -1,13 +1,22 @@
+from dataclasses import replace
+from functools import partial
+
 import numpy as np
 import pytest
 import torch
 import yaml
 from conftest import run_cli
 from sklearn.linear_model import LogisticRegression
+from torch import nn
 
+from ptlf.core.phases import silent
+from ptlf.evaluation import EvaluationConfig, Prober
 from ptlf.evaluation.probes import Linear, LinearConfig, linear_fit
 from ptlf.run.evaluate import evaluate_run
 from ptlf.run.loop import Run
+from ptlf.stream import StreamConfig
+from ptlf.stream.task import Dataset, Images, split
+from ptlf.views import View, apply_view, draw, normalise
 
 
 def noisy_linear(count: int, seed: int, classes: int = 5, dim: int = 24) -> tuple[torch.Tensor, torch.Tensor]:
@@ -56,6 +65,54 @@ def test_linear_probe_is_sgd_whose_rate_drops_twice_and_repeats(data) -> None:
     before = torch.random.get_rng_state()
     first, second = (linear_fit(x, y, LinearConfig(epochs=2))[0] for _ in range(2))
     assert torch.equal(before, torch.random.get_rng_state()) and torch.equal(first, second)
+
+
+class Corner(nn.Module):
+    """The vector of an image: its first three pixels."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x[:, :, 0, :3].flatten(1)
+
+
+def test_an_augmented_probe_encodes_new_crops_of_the_bank_in_every_epoch() -> None:
+    """The same ones every time, in batches of any size. The row within tasks is not augmented."""
+    pixels = np.random.default_rng(0).integers(0, 256, (40, 12, 12, 3), np.uint8)
+    images = Images(pixels, np.arange(40) % 2)
+    stream = split(Dataset("noise", ("0", "1"), images, images), StreamConfig(tasks=1), seed=0)
+    mean, std = (0.5, 0.4, 0.3), (0.2, 0.3, 0.4)
+    config = LinearConfig(enabled=True, augment=True, epochs=2, standardise=False, lr=1.0, batch=16)
+
+    def prober(batch: int, probe: LinearConfig = config) -> Prober:
+        prepare = partial(normalise, mean=mean, std=std, size=8)
+        return Prober(stream, EvaluationConfig(batch=batch), {"linear": probe}, prepare, torch.device("cpu"))
+
+    (split_of,), banks = prober(7).banks(0)
+    bank, view = torch.from_numpy(pixels[split_of.bank]), View(crop_scale=(0.08, 1.0), mean=mean, std=std)
+    crops = []
+    for epoch in range(2):
+        crops += [prober(7).encode(Corner(), banks, silent, epoch)[0][0]]
+        uniforms = draw(len(bank), torch.Generator().manual_seed(epoch), 1)[0]
+        rounding = 0.51 / 255 / min(std)  # crops have 256 levels, as Pillow's do
+        torch.testing.assert_close(crops[-1], Corner()(apply_view(bank, uniforms, view, 8)), rtol=0, atol=rounding)
+    assert not torch.allclose(crops[0], crops[1], atol=0.1)
+    (still, labels), (asked, truth) = (
+        prober(64).features(Corner(), images, chosen) for chosen in (split_of.bank, split_of.test)
+    )
+    weight, bias, _ = linear_fit(still, labels, config, crops.__getitem__)
+    expected = 100 * float(((asked @ weight.T + bias).argmax(1) == truth).double().mean())
+    assert [prober(batch).rows(Corner(), 0)["linear"] for batch in (7, 7, 64)] == [[pytest.approx(expected)]] * 3
+    plain = prober(7, replace(config, augment=False))
+    assert plain.rows(Corner(), 0)["linear_task"] == prober(7).rows(Corner(), 0)["linear_task"]
+    assert prober(7).settings()["linear"]["augment"] is True
+    assert "augment" not in {**prober(7).settings()["linear_task"], **plain.settings()["linear"]}
+
+
+def test_augmented_features_are_scaled_by_those_of_the_bank(data) -> None:
+    (x, y), _ = data
+    fitted = [
+        linear_fit(x, y, LinearConfig(epochs=3), made)[0] for made in (None, lambda epoch: x, lambda epoch: 2 * x)
+    ]
+    assert torch.equal(fitted[0], fitted[1]) and not torch.allclose(fitted[0], fitted[2])
 
 
 def test_only_the_classes_that_occur_have_an_output_and_constant_features_do_no_harm() -> None:
