@@ -39,6 +39,7 @@ class TrainingConfig:
     head_lr: float | None = key(None, "the same for the heads, all but the encoder; null = lr", gt=0)
     schedule: str = key("constant", "learning rate over a task's epochs", choices=("constant", "cosine"))
     warmup: int = key(0, "epochs of linear warm-up at the start of each task", ge=0)
+    warmup_start: float | None = key(None, "rate of the first warm-up epoch, by epoch; null = by step from 0", gt=0)
     batch: int = key(256, "images per step, of all processes (each gives two views)", ge=2)
     optimizer: OptimizerConfig = section(OptimizerConfig, family=OPTIMIZERS)
     epochs: int = key(200, "passes over each task's images", ge=1)
@@ -333,6 +334,8 @@ def learning_rate(config: TrainingConfig, epoch: float) -> float:
     """The rate at a (fractional) epoch of a task: linear warm-up, then constant or half a cosine down to zero."""
     peak = config.lr * config.batch / 256
     if epoch < config.warmup:
+        if (start := config.warmup_start) is not None:  # the last epoch of warm-up has the full rate
+            return start + (peak - start) * int(epoch) / max(1, config.warmup - 1)
         return peak * epoch / config.warmup
     if config.schedule == "constant":
         return peak

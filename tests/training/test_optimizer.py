@@ -158,6 +158,11 @@ def test_the_learning_rate_by_hand() -> None:
         ({"schedule": "constant", "warmup": 2}, {0: 0.0, 0.5: 0.1, 1: 0.2, 1.5: 0.3, 2: 0.4, 9.9: 0.4}),
         ({"schedule": "cosine"}, {0: 0.4, 2.5: 0.2 + 0.2 * 0.5**0.5, 10 / 3: 0.3, 5: 0.2, 20 / 3: 0.1, 10: 0.0}),
         ({"schedule": "cosine", "warmup": 4}, {0: 0.0, 1: 0.1, 3: 0.3, 4: 0.4, 6: 0.3, 7: 0.2, 8: 0.1, 10: 0.0}),
+        (
+            {"schedule": "cosine", "warmup": 4, "warmup_start": 0.1},
+            {0.9: 0.1, 1: 0.2, 2.9: 0.3, 3: 0.4, 4: 0.4, 7: 0.2},
+        ),
+        ({"schedule": "constant", "warmup": 1, "warmup_start": 0.003}, {0: 0.003, 0.9: 0.003, 1: 0.4}),
         ({"schedule": "cosine", "warmup": 4, "batch": 128}, {1: 0.05, 4: 0.2, 7: 0.1, 10: 0.0}),
     ]
     for settings, rates in rows:
