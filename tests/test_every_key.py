@@ -57,6 +57,7 @@ BASES: dict[str, Settings] = {
     "freezing.": FREEZING,
     "freezing.thaw": {**FREEZING, "stream.groups": [[0, 1], [2, 3], [4, 5]]},
     "training.warmup": {**PLAIN, "training.epochs": 2},
+    "training.warmup_start": {**PLAIN, "training.epochs": 2, "training.warmup": 1},
     "evaluation.gallery": SAVING,
     "log": SAVING,
     "evaluation.reference_test": {**PLAIN, "evaluation.reference": "images/one/pets"},
@@ -86,7 +87,8 @@ VALUES: Settings = {
     "training.precision": "bf16", "checkpoint.every_minutes": 1e-9, "checkpoint.keep": 1, "checkpoint.keep_tasks": 1,
     "evaluation.tasks": "last:1", "probes.knn_task.temperature": 0.02, "probes.knn_class.temperature": 0.005,
     "probes.linear.batch": 20, "probes.linear.lr": 5.0, "probes.linear.momentum": 0.0,
-    "probes.linear.weight_decay": 0.1,
+    "probes.linear.weight_decay": 0.1, "barlow_twins objective.layers": 3, "byol objective.predictor_hidden": 8,
+    "training.warmup_start": 0.02,
 }  # fmt: skip
 WITHOUT_EFFECT = {
     "cost_aware freezing.policy.savings": "has one choice",

@@ -32,7 +32,11 @@ class SimCLR(Objective[SimCLRConfig]):
     Config = SimCLRConfig
     presets: ClassVar[Presets] = {
         "digits": {"objective": {"hidden": 256, "projection": 64}},
-        "cassle": {"objective": {"temperature": 0.2}, "views": CASSLE_MOCO},
+        "cassle": {
+            "objective": {"temperature": 0.2},
+            "views": {"name": "cassle-simclr"},
+            "probes": {"linear": {"lr": 1.0}},
+        },
     }
 
     def __init__(self, config: SimCLRConfig, encoder: nn.Module, feature_dim: int, classes: int) -> None:
@@ -77,7 +81,7 @@ class MoCoV2Plus(Objective[MoCoV2PlusConfig]):
     distills_unit_vectors = True  # as in CaSSLe's code
     presets: ClassVar[Presets] = {
         "digits": {"objective": {"hidden": 256, "projection": 64, "queue": 512}},
-        "cassle": {"views": CASSLE_MOCO, "training": CASSLE_SGD},
+        "cassle": {"views": CASSLE_MOCO, "training": CASSLE_SGD, "probes": {"linear": {"lr": 3.0}}},
     }
 
     def __init__(self, config: MoCoV2PlusConfig, encoder: nn.Module, feature_dim: int, classes: int) -> None:

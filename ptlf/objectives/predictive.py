@@ -36,7 +36,11 @@ class SimSiam(Objective[SimSiamConfig]):
     Config = SimSiamConfig
     presets: ClassVar[Presets] = {
         "digits": {"objective": {"projection": 256, "bottleneck": 64}},
-        "cassle": {"views": CASSLE_MOCO, "training": {**CASSLE_SGD, "lr": 0.05}},  # SimSiam's rate
+        "cassle": {
+            "views": CASSLE_MOCO,
+            "training": {**CASSLE_SGD, "lr": 0.05},  # SimSiam's rate
+            "probes": {"linear": {"lr": 30.0}},
+        },
     }
 
     def __init__(self, config: SimSiamConfig, encoder: nn.Module, feature_dim: int, classes: int) -> None:
@@ -61,6 +65,7 @@ def simsiam_loss(p1: Tensor, p2: Tensor, z1: Tensor, z2: Tensor) -> Tensor:
 class BYOLConfig(ObjectiveConfig):
     name: str = "byol"
     hidden: int = key(4096, "hidden width of projector and predictor", ge=1)
+    predictor_hidden: int | None = key(None, "hidden width of the predictor; null = hidden", ge=1)
     projection: int = key(256, "length of a projection", ge=1)
     momentum_start: float = key(0.996, "share of itself the momentum network keeps, at a task's start", ge=0, le=1)
     momentum_end: float = key(1.0, "the same at a task's end", ge=0, le=1)
@@ -72,13 +77,17 @@ class BYOL(Objective[BYOLConfig]):
     Config = BYOLConfig
     presets: ClassVar[Presets] = {
         "digits": {"objective": {"hidden": 256, "projection": 64, "momentum_start": 0.9}},
-        "cassle": {"objective": {"momentum_start": 0.99}, "training": {"optimizer": {"weight_decay": 1e-5}, "lr": 0.6}},
+        "cassle": {
+            "objective": {"momentum_start": 0.99, "predictor_hidden": 8192},
+            "training": {"optimizer": {"weight_decay": 1e-5}, "lr": 0.6},
+            "probes": {"linear": {"lr": 3.0}},
+        },
     }
 
     def __init__(self, config: BYOLConfig, encoder: nn.Module, feature_dim: int, classes: int) -> None:
         super().__init__(config, encoder, feature_dim, classes)
         self.projector = mlp(feature_dim, config.hidden, config.projection)
-        self.predictor = mlp(config.projection, config.hidden, config.projection)
+        self.predictor = mlp(config.projection, config.predictor_hidden or config.hidden, config.projection)
         self.teacher = MomentumTeacher(encoder, self.projector, config.momentum_start, config.momentum_end)
 
     def compare(self, projected: Sequence[Tensor], batch: Batch) -> Tensor:

@@ -17,6 +17,7 @@ from ptlf.objectives.objective import Objective, ObjectiveConfig, mean_over_view
 class BarlowTwinsConfig(ObjectiveConfig):
     name: str = "barlow_twins"
     projection: int = key(2048, "width of the projector", ge=1)
+    layers: int = key(2, "linear layers of the projector: 2, the last with a norm, or 3, the last without", ge=2, le=3)
     redundancy: float = key(5e-3, "weight of the off-diagonal terms (the paper's lambda)", ge=0)
     scale: float = key(1.0, "factor on the whole loss, and on that against an earlier model (CaSSLe)", gt=0)
 
@@ -27,12 +28,12 @@ class BarlowTwins(Objective[BarlowTwinsConfig]):
     Config = BarlowTwinsConfig
     presets: ClassVar[Presets] = {
         "digits": {"objective": {"projection": 256}, "training": {"lr": 0.06}},
-        "cassle": {"objective": {"scale": 0.1}},
+        "cassle": {"objective": {"scale": 0.1, "layers": 3}},
     }
 
     def __init__(self, config: BarlowTwinsConfig, encoder: nn.Module, feature_dim: int, classes: int) -> None:
         super().__init__(config, encoder, feature_dim, classes)
-        self.projector = mlp(feature_dim, config.projection, config.projection, last_norm=True)
+        self.projector = mlp(feature_dim, *[config.projection] * config.layers, last_norm=config.layers == 2)
 
     def compare(self, projected: Sequence[Tensor], batch: Batch) -> Tensor:
         z1, z2 = projected
@@ -58,7 +59,7 @@ def standardise_columns(z: Tensor) -> Tensor:
 
 
 # Settings of Bardes et al. 2022. As in their code, the invariance term is the mean over images and dimensions, and the
-# variance term that over the views.
+# variance term that over the views (lightly averages it too; solo-learn and CaSSLe sum it).
 @dataclass
 class VICRegConfig(ObjectiveConfig):
     name: str = "vicreg"
@@ -75,7 +76,11 @@ class VICReg(Objective[VICRegConfig]):
     presets: ClassVar[Presets] = {
         "lump": {"objective": {"projection": 2048}},
         "digits": {"objective": {"projection": 256}, "training": {"lr": 0.06}},
-        "cassle": {"objective": {"projection": 2048}},
+        "cassle": {
+            "objective": {"projection": 2048},
+            "views": {"name": "cassle-vicreg"},
+            "probes": {"linear": {"lr": 0.3}},
+        },
     }
 
     def __init__(self, config: VICRegConfig, encoder: nn.Module, feature_dim: int, classes: int) -> None:

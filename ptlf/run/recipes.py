@@ -25,6 +25,7 @@ Settings = Mapping[str, Any]
 RARELY: Settings = {"every_epochs": 0, "every_minutes": 2}
 SGD: Settings = {"name": "sgd", "momentum": 0.9, "weight_decay": 5e-4}
 LARS: Settings = {"name": "lars", "momentum": 0.9, "weight_decay": 1e-4}
+WARMUP: Settings = {"warmup": 10, "warmup_start": 0.003}  # CaSSLe's
 PROTOCOLS: Mapping[str, Settings] = {
     "lump": {
         "views": {"name": "lump", "memory": "memory"},
@@ -37,9 +38,9 @@ PROTOCOLS: Mapping[str, Settings] = {
         "stream": {"class_order": "seeded"},
         "views": {"name": "cassle-barlow", "memory": "cassle-moco", "size": 224},
         "encoder": {"name": "resnet18-imagenet"},
-        "training": {"epochs": 400, "batch": 256, "optimizer": LARS, "lr": 0.4, "schedule": "cosine", "warmup": 10},
+        "training": {"epochs": 400, "batch": 256, "optimizer": LARS, "lr": 0.4, "schedule": "cosine", **WARMUP},
         "memory": {"size": 256},
-        "probes": {"linear": {"enabled": True, "standardise": False}},
+        "probes": {"linear": {"enabled": True, "standardise": False, "augment": True}},
         "checkpoint": RARELY,
     },
     "digits": {

@@ -55,6 +55,16 @@ def cassle_moco(size: int) -> tuple[View, ...]:
     return (replace(LARGE, blur=0.5),) * 2
 
 
+def cassle_simclr(size: int) -> tuple[View, ...]:
+    """CaSSLe's views for SimCLR: as for MoCo v2+, with twice the colours."""
+    return (replace(LARGE, brightness=0.8, contrast=0.8, saturation=0.8, hue=0.2, blur=0.5),) * 2
+
+
+def cassle_vicreg(size: int) -> tuple[View, ...]:
+    """CaSSLe's views for VICReg: no crop below a fifth of the image, and sometimes solarised."""
+    return (replace(LARGE, crop_scale=(0.2, 1.0), saturation=0.2, blur=0.5, solarise=0.1),) * 2
+
+
 def digits_views(size: int) -> tuple[View, ...]:
     """For grey digits of 8 to 16 px: no flip, because a mirrored digit is no digit, and no hue."""
     half = (0.5, 0.5, 0.5)
@@ -74,6 +84,8 @@ VIEWS: dict[str, Callable[[int], tuple[View, ...]]] = {
     "supervised": supervised,
     "cassle-barlow": cassle_barlow,
     "cassle-moco": cassle_moco,
+    "cassle-simclr": cassle_simclr,
+    "cassle-vicreg": cassle_vicreg,
     "digits": digits_views,
     "gentle": gentle,
 }
