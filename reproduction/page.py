@@ -313,7 +313,8 @@ Finetune, PNN, SI, DER, LUMP and Multitask on Split CIFAR-100 and Split Tiny-Ima
 objectives ([its README](https://github.com/learninginvision/InfoUCL)). Two works do not get the same hundredths by
 running anew: these rows of the paper are most likely LUMP's own, taken over, and what they were run with is for LUMP's
 paper to say. InfoUCL's CaSSLe is a run of its own. Its configurations have the weight 1 and its loss is the negative
-cosine, as here; its predictor has 512 hidden units, and forgetting is counted from the best accuracy.
+cosine, as here; its predictor has 512 hidden units. It tests with a constant k (20 on Split CIFAR-100) and counts
+forgetting from the best of all checkpoints, those before the task included, so its forgetting is another measure.
 Accuracy / forgetting:
 
 """

@@ -218,9 +218,11 @@ def supervised_cells() -> Iterator[Cell]:
 
 KNN = (
     "Accuracy is that of `knn_task` in %: k nearest neighbours among the task's own training images, where k is the "
-    "number of tasks seen so far, as in LUMP's code. Forgetting is counted from a task's best accuracy before the last "
-    "task, in points; 'just learned' counts it from the accuracy right after the task, as LUMP's code does. The "
-    "paper's formula can be read as either. `knn_class` is the accuracy among all classes."
+    "number of tasks seen so far, as in LUMP's code since October 2022. The code published with LUMP's paper has "
+    "k = 200 (`knn_task_k200` in newer records). Forgetting is counted from a task's best accuracy before the last "
+    "task, in points; 'just learned' counts it from the accuracy right after the task, as LUMP's code does since then. "
+    "The published code counts it from the best of all checkpoints, over all tasks. The paper's formula can be read as "
+    "any of the three. `knn_class` is the accuracy among all classes."
 )
 CHANCE = (
     f"The paper's ± is taken for the standard deviation of its {RUNS} runs. The ± of a difference is half the width of "
