@@ -69,7 +69,7 @@ def reproduce(
         kept = kept.relative_to(here)  # as a user in the clone would name it
     planned = found_runs.make_plan(tables, scale, seeds, runs, overrides, [kept])
     if write:
-        return write_whole(write, document(planned.results(), found_runs.remarks(kept)))
+        return write_whole(write, document(planned.results(), found_runs.remarks(kept), found_runs.full_runs(kept)))
     small = f"at --scale {scale} differences to the paper mean nothing; its protocol is --scale paper"
     if scale != "paper":
         tell(small)

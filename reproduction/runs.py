@@ -108,6 +108,13 @@ def remarks(root: Path) -> dict[str, str]:
     return {str(key): str(value) for key, value in read_yaml(root / "remarks.yaml").items()}
 
 
+def full_runs(root: Path) -> list[tuple[str, Json]]:
+    """Name and results of every finished run at the full protocol in that folder, and in `again` of it."""
+    found = sorted([*root.glob("split-*/results.json"), *root.glob("again/split-*/results.json")])
+    runs = [(path.parent.name, read_results(path.parent)) for path in found]
+    return sorted((name, run) for name, run in runs if run["status"] == "finished")
+
+
 def wanted(tables: Iterable[Table]) -> dict[Key, Cell]:
     """The runs of the tables' cells, and those that their costs are relative to."""
     cells: dict[Key, Cell] = {}

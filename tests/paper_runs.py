@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from reproduction.page import document
-from reproduction.runs import KEPT, make_plan, remarks
+from reproduction.runs import KEPT, full_runs, make_plan, remarks
 from reproduction.tables import TABLES
 
 
@@ -16,4 +16,4 @@ def paper_results() -> dict[Any, list[dict[str, Any]]]:
 
 @cache
 def kept_document() -> str:
-    return document(paper_results(), remarks(KEPT))
+    return document(paper_results(), remarks(KEPT), full_runs(KEPT))
