@@ -11,15 +11,21 @@ from ptlf.encoders.norm import views_in_one_pass
 from ptlf.freezing.prefix import FrozenPrefix, find_prefix
 from ptlf.freezing.recording import unchanged
 from ptlf.objectives import Objective, each_view
-from ptlf.objectives.objective import Teacher
+from ptlf.objectives.objective import MLP, Teacher
 from ptlf.views import apply_view
 
 
 class Accelerator:
     """Runs the parts of a training step: here as they are. `ptlf.kernels.FastParts` has faster code."""
 
+    def __init__(self, bf16_heads: bool = False) -> None:
+        self.bf16_heads = bf16_heads
+
     def prepare(self, module: nn.Module) -> None:
         """Called once with the objective and with the method: may replace heads by faster modules of the same state."""
+        for head in module.modules():
+            if isinstance(head, MLP):
+                head.bf16 = self.bf16_heads
 
     def takes_views_in_one_pass(self, encoder: nn.Module) -> bool:
         """Whether `encode` may be given several views as one batch."""
@@ -39,7 +45,8 @@ PLAIN = Accelerator()
 class Model(nn.Module):
     """What the optimizer trains and what a method sees.
 
-    The encoder runs in `dtype` (bf16 through autocast, or float32); features, heads and losses are float32. A `teacher`
+    The encoder runs in `dtype` (bf16 through autocast, or float32); features, norms of heads and losses are float32. On
+    a CPU the heads' products are in `dtype` too. A `teacher`
     is a copy of encoder and projector: it takes the same path as the model, without gradient.
     """
 

@@ -14,10 +14,10 @@ from torch.autograd.function import once_differentiable
 
 from ptlf.core import processes
 from ptlf.encoders.norm import SharedBatchNorm1d, is_synchronised, is_usual
-from ptlf.freezing import replaced_forward
 from ptlf.freezing.kernels import input_gradient
 from ptlf.kernels import triton_norm as kernels
 from ptlf.objectives import MLP
+from ptlf.objectives.objective import is_as_built
 
 Pair = tuple[int, int]
 
@@ -309,9 +309,3 @@ def is_known(layer: nn.Module) -> bool:
         plain = type(layer) in (nn.BatchNorm1d, SharedBatchNorm1d) and is_as_built(layer)
         return plain and (is_usual(layer) or not layer.training)
     return type(layer) in (nn.Linear, nn.ReLU, nn.Identity) and is_as_built(layer)
-
-
-def is_as_built(module: nn.Module) -> bool:
-    """Whether its forward is its class's own, and no hooks are registered."""
-    hooks = (module._forward_pre_hooks, module._forward_hooks, module._backward_pre_hooks, module._backward_hooks)
-    return replaced_forward(module) is None and not any(hooks)

@@ -16,11 +16,14 @@ from typing import ClassVar, Generic, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from ptlf.core.batch import Batch
 from ptlf.core.memory import check_fits
 from ptlf.core.settings import Presets, key
 from ptlf.freezing import Freezer
+from ptlf.freezing.kernels import replaced_forward
+from ptlf.freezing.recording import BATCH_NORMS
 
 # Of CaSSLe's protocol, for objectives that it trains by SGD on the views of MoCo.
 CASSLE_MOCO = {"name": "cassle-moco"}
@@ -30,9 +33,33 @@ CASSLE_SGD = {"optimizer": {"name": "sgd", "weight_decay": 1e-4}, "warmup": 0}
 class MLP(nn.Sequential):
     """Layers of which each norm sees one view at a time. On a GPU `ptlf.kernels` replaces it, with the same state."""
 
+    bf16 = False  # the products of linear layers, with float32 around them
+
     def each_view(self, views: Sequence[Tensor]) -> list[Tensor]:
-        """The output for every view."""
-        return [self(view) for view in views]
+        """The output for every view. A product takes the rows of all at once: it reads its weight once."""
+        own = type(self).forward is not nn.Sequential.forward or not is_as_built(self)
+        if own or len({len(view) for view in views}) > 1 or not all(map(is_norm_or_rowwise, self)):
+            return [self(view) for view in views]
+        x = torch.cat(list(views))
+        for layer in self:
+            if isinstance(layer, BATCH_NORMS):
+                x = torch.cat([layer(view) for view in x.chunk(len(views))])
+            elif self.bf16 and isinstance(layer, nn.Linear):
+                x = F.linear(x.bfloat16(), layer.weight.bfloat16(), layer.bias.bfloat16()).float()
+            else:
+                x = layer(x)
+        return list(x.chunk(len(views)))
+
+
+def is_norm_or_rowwise(layer: nn.Module) -> bool:
+    """A batch norm, which sees one view at a time, or a layer that takes rows one by one."""
+    return isinstance(layer, BATCH_NORMS) or (type(layer) in (nn.Linear, nn.ReLU, nn.Identity) and is_as_built(layer))
+
+
+def is_as_built(module: nn.Module) -> bool:
+    """Whether its forward is its class's own, and no hooks are registered."""
+    hooks = (module._forward_pre_hooks, module._forward_hooks, module._backward_pre_hooks, module._backward_hooks)
+    return replaced_forward(module) is None and not any(hooks)
 
 
 def mlp(*widths: int, norm: bool = True, last_norm: bool = False) -> MLP:

@@ -36,6 +36,7 @@ from ptlf.run.config import POLICIES, Config
 from ptlf.run.fitting import expected_sizes
 from ptlf.run.folder import START
 from ptlf.run.recipes import conflict
+from ptlf.run.results import Json, read_results
 from ptlf.stream import STREAMS, Dataset, Stream, open_stream
 from ptlf.stream.arrivals import arrivals, with_arrivals, without_tasks
 from ptlf.stream.decode import Fit
@@ -44,7 +45,8 @@ from ptlf.stream.loading import image_sources
 from ptlf.stream.pack import data_root
 from ptlf.stream.packing import OnError, labelled_dataset, sample_images
 from ptlf.stream.task import single_task_stream
-from ptlf.training.engine import choose_dtype, choose_engine, make_accelerator
+from ptlf.training.arithmetic import choose_arithmetic
+from ptlf.training.engine import choose_engine, make_accelerator
 from ptlf.training.optimizers import OPTIMIZERS
 from ptlf.training.trainer import Trainer, TrainingConfig, check_batch, check_warmup
 from ptlf.views import View, draw, make_views, named_views, normalise
@@ -74,18 +76,19 @@ class Components:
             open_images(find_images(config.memory.images, data_root(config.data_root)))  # a resumed run has them
 
         encoder, self.weights = starting_encoder(config, encoder, folder, size)  # the weights that it begins with
-        self.model = model = make_model(config, stream, size, device, encoder)
+        training, batch = config.training, processes.share(config.training.batch)
+        how = training.precision, training.channels_last, device, encoder, size, batch
+        arithmetic = choose_arithmetic(*how, earlier=environment_before(folder))
+        self.model = model = make_model(config, stream, size, device, encoder, arithmetic.dtype)
         self.view_specs = specs = views_for(model.encoder, config.views.name, size)
         check_memory(config, model.encoder, len(specs), size, device)
-        wanted = config.training.channels_last
-        channels_last = device.type == "cuda" if wanted is None else wanted
-        if channels_last:
+        if arithmetic.channels_last:
             model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
         self.method = method = make_method(config, stream, model, size, self.random["method"]).to(device)
         broadcast_and_sync_bn([model, method], config.distributed)
         optimizer, images = make_optimizer(config.training, model, method), stream.tasks[0].images
         self.trainer = Trainer(
-            model, method, optimizer, sources, images, specs, size, config.training, self.random, device, channels_last
+            model, method, optimizer, sources, images, specs, size, training, self.random, device, arithmetic
         )
         self.freezing = make_freezing(config, self.trainer, self.random["policy"])
 
@@ -110,7 +113,7 @@ class Components:
     def prepare(self, images: Tensor) -> Tensor:
         """Stored images (B, H, W, 3) uint8 as the encoder's input, without augmentation."""
         x = normalise(images, self.view_specs[0].mean, self.view_specs[0].std, self.view_size)
-        return x.contiguous(memory_format=torch.channels_last) if self.trainer.channels_last else x
+        return x.contiguous(memory_format=torch.channels_last) if self.trainer.arithmetic.channels_last else x
 
 
 def starting_encoder(
@@ -132,6 +135,13 @@ def starting_encoder(
         else:
             weights = load_weights(encoder, Path(given).expanduser())
     return encoder, processes.broadcast_object(weights)
+
+
+def environment_before(folder: Path | None) -> Json | None:
+    """Of the run in this folder, if there is one."""
+    with contextlib.suppress(UserError, OSError):
+        return read_results(folder)["environment"] if folder and (folder / "results.json").is_file() else None
+    return None
 
 
 def labelled_images(config: Config, where: str, size: int, fit: Fit, on_error: OnError | None = None) -> Dataset:
@@ -264,7 +274,9 @@ def make_encoder(config: EncoderConfig, seed: int, size: int | None = None) -> n
     return as_encoder(made)
 
 
-def make_model(config: Config, stream: Stream, size: int, device: torch.device, encoder: nn.Module) -> Model:
+def make_model(
+    config: Config, stream: Stream, size: int, device: torch.device, encoder: nn.Module, dtype: torch.dtype
+) -> Model:
     set_normalisation(encoder, config.encoder)
     with seeded(config.seed, "adapted encoder"):
         encoder = METHODS.find(config.method.name).adapt_encoder(config.method, encoder, len(stream.tasks))
@@ -277,9 +289,9 @@ def make_model(config: Config, stream: Stream, size: int, device: torch.device, 
         except (ValueError, RuntimeError, StopIteration) as error:
             raise UserError(f"encoder {config.encoder.name!r} does not take images of {size} px: {error}") from error
     kind = choose_engine(config.training.engine, device)
-    accelerator = make_accelerator(kind, processes.share(config.training.batch), device)
+    accelerator = make_accelerator(kind, processes.share(config.training.batch), device, dtype)
     accelerator.prepare(heads)
-    return Model(encoder, heads, choose_dtype(config.training.precision, device), accelerator).to(device)
+    return Model(encoder, heads, dtype, accelerator).to(device)
 
 
 def check_memory(config: Config, encoder: nn.Module, views: int, view_size: int, device: torch.device) -> None:

@@ -132,6 +132,7 @@ class Run:
         many, each = "s" * (len(tasks) != 1), "s" * (epochs != 1)
         data = f"{len(tasks)} task{many}, {images} images of {self.stream.size} px, {epochs} epoch{each} each"
         about = [f"{data}, {self.config.encoder.name} with {units} units, on {self.device}"]
+        about += [chosen] if (chosen := str(self.trainer.arithmetic)) else []
         if self.components.weights and at == Position():
             about += self.components.weights.lines()
         if at != Position():

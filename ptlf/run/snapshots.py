@@ -208,7 +208,8 @@ class Snapshots:
         """What `results.json` holds."""
         parts, record, stream = self.components, self.record, self.components.stream
         arrived, config = stream.arrived, as_dict(parts.config)
-        here = parts.trainer.arithmetic() | {"processes": processes.world_size()}
+        trainer = parts.trainer
+        here = {"engine": trainer.engine_kind, **trainer.arithmetic.record(), "processes": processes.world_size()}
         return {
             "schema": SCHEMA,
             "ptlf_version": ptlf.__version__,

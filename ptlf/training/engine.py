@@ -41,15 +41,9 @@ def why_not_captured(device: torch.device) -> str | None:
     return None if has_triton() else "there is no Triton compiler for this GPU"
 
 
-def choose_dtype(precision: str, device: torch.device) -> torch.dtype:
-    """Of the encoder's arithmetic. `auto` means bf16 on GPUs that have it (from Ampere on), float32 elsewhere."""
-    if precision == "auto" and device.type == "cuda":
-        return torch.bfloat16 if torch.cuda.is_bf16_supported(including_emulation=False) else torch.float32
-    return torch.bfloat16 if precision == "bf16" else torch.float32
-
-
-def make_accelerator(kind: str, batch: int, device: torch.device) -> Accelerator:
-    return Accelerator() if kind == "eager" else FastParts(batch, device)
+def make_accelerator(kind: str, batch: int, device: torch.device, dtype: torch.dtype) -> Accelerator:
+    plain = Accelerator(bf16_heads=dtype is torch.bfloat16 and device.type == "cpu")
+    return plain if kind == "eager" else FastParts(batch, device)
 
 
 class Engine:

@@ -4,7 +4,6 @@ import math
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 import torch
@@ -26,6 +25,7 @@ from ptlf.model import Model
 from ptlf.objectives.objective import Teacher
 from ptlf.stream import Images
 from ptlf.stream.loading import ImageSource, Sources
+from ptlf.training.arithmetic import Arithmetic
 from ptlf.training.cost import peak_memory_bytes, reset_peak_memory
 from ptlf.training.engine import ENGINES, Addresses, CapturedEngine, Engine, choose_engine
 from ptlf.training.kept_views import KeptViews
@@ -46,8 +46,12 @@ class TrainingConfig:
     keep_views: int = key(0, "views per image kept behind a frozen prefix (CPU); 0 = new ones in every step", ge=0)
     clip: float | None = key(None, "greatest norm of a step's gradient, of all parameters; null = any", gt=0)
     last_batch: str = key("use", "what to do with an epoch's last, smaller batch", choices=("use", "drop"))
-    precision: str = key("auto", "encoder's arithmetic; auto = bf16 if the GPU can", choices=("auto", "fp32", "bf16"))
-    channels_last: bool | None = key(None, "memory layout of images and convolutions; null = on a GPU")
+    precision: str = key(
+        "auto",
+        "encoder's arithmetic; auto = bf16 if the GPU can; on a CPU, what is fastest",
+        choices=("auto", "fp32", "bf16"),
+    )
+    channels_last: bool | None = key(None, "memory layout of images and convolutions; null = as `auto` finds")
     engine: str = key("auto", "how the step is run; auto = captured on a GPU, else eager", choices=ENGINES)
 
 
@@ -103,7 +107,7 @@ class Trainer:
     config: TrainingConfig
     random: Randomness
     device: torch.device
-    channels_last: bool = False
+    arithmetic: Arithmetic
 
     def __post_init__(self) -> None:
         self.engine_kind = choose_engine(self.config.engine, self.device)
@@ -121,11 +125,6 @@ class Trainer:
     @property
     def source(self) -> ImageSource:
         return self.sources(self.images)
-
-    def arithmetic(self) -> dict[str, Any]:
-        """How the step is computed here, for the record."""
-        precision = "bf16" if self.model.dtype is torch.bfloat16 else "fp32"
-        return {"engine": self.engine_kind, "precision": precision, "channels_last": self.channels_last}
 
     def body(self, batch: Batch) -> dict[str, Tensor]:
         return self.step(batch) if self.sampled is None else self.gradients(batch, self.sampled)
@@ -214,7 +213,7 @@ class Trainer:
         return [self.in_layout(view) for view in views]
 
     def in_layout(self, view: Tensor) -> Tensor:
-        return view.contiguous(memory_format=torch.channels_last) if self.channels_last else view
+        return view.contiguous(memory_format=torch.channels_last) if self.arithmetic.channels_last else view
 
     def rebuild(self) -> None:
         """The step's operations changed (a freeze, a thaw, a new task)."""

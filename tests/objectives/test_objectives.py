@@ -9,6 +9,7 @@ from ptlf import objectives
 from ptlf.core.batch import Batch
 from ptlf.model import Model
 from ptlf.objectives import OBJECTIVES
+from ptlf.objectives.objective import each_view, mlp
 from ptlf.objectives.redundancy import barlow_twins_loss, standardise_columns
 
 
@@ -137,6 +138,21 @@ def test_momentum_networks_have_the_encoders_precision_and_heads_float32() -> No
     model = Model(encoder, objective, torch.bfloat16)
     model.loss(model.encode([torch.randn(8, 3, 2, 2), torch.randn(8, 3, 2, 2)]), batch())
     assert seen == [torch.bfloat16, torch.bfloat16, *[(torch.float32, torch.float32)] * 2]
+
+
+def test_products_of_heads_in_bf16_have_float32_around_them() -> None:
+    """Each view keeps its own statistics, and nothing but the products is rounded."""
+    torch.manual_seed(0)
+    head, views = mlp(32, 64, 16), list(torch.randn(2, 24, 32))
+    plain = [head(view) for view in views]
+    torch.testing.assert_close(each_view(head, views), plain)
+    head.bf16 = True
+    found = each_view(head, views)
+    assert {view.dtype for view in found} == {torch.float32}
+    apart = max(float(((a - b).abs().max() / b.std()).detach()) for a, b in zip(found, plain, strict=True))
+    assert 1e-4 < apart < 0.05
+    torch.cat(found).sum().backward()
+    assert {parameter.grad.dtype for parameter in head.parameters()} == {torch.float32}
 
 
 @pytest.mark.parametrize("name", [name for name, objective in OBJECTIVES.items() if objective.can_distill()])

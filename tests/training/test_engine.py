@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from conftest import StopsAt
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -24,8 +25,9 @@ from ptlf.objectives import OBJECTIVES, Objective, ObjectiveConfig
 from ptlf.run import build
 from ptlf.run.loop import Run
 from ptlf.run.results import epoch_lines
-from ptlf.training import engine
+from ptlf.training import arithmetic, engine
 from ptlf.training.optimizers import OPTIMIZERS
+from ptlf.training.process import Stopped
 from ptlf.training.trainer import total
 from ptlf.views import UNIFORMS_PER_VIEW, named_views
 
@@ -196,15 +198,75 @@ def test_compiled_blocks_keep_their_hooks_or_name_the_way_out(light_compiler) ->
     assert all(block._compiled_call_impl is None for block in encoder[1:])
 
 
+def choose(precision: str, device: torch.device, **also) -> tuple[torch.dtype, bool]:
+    made = arithmetic.choose_arithmetic(precision, None, device, nn.Conv2d(3, 4, 3), 16, 8, **also)
+    return made.dtype, made.channels_last
+
+
+def seconds_of(slow: dict[tuple[bool, bool], float]):
+    """In place of `pass_seconds`."""
+    return lambda encoder, bf16, channels_last, images, size: slow[bf16, channels_last]
+
+
+FAST = {(False, False): 1.0, (False, True): 0.95, (True, True): 0.5}
+
+
+@pytest.mark.parametrize(
+    ("seconds", "bf16", "wanted", "expected"),
+    [
+        (FAST, True, None, (True, True)),
+        (FAST, False, None, (False, False)),  # in place of emulated bf16: a gain of 5 % is not told from chance
+        ({**FAST, (True, True): 5.0}, True, None, (False, False)),
+        ({**FAST, (False, True): 0.6}, False, None, (False, True)),
+        (FAST, True, False, (False, False)),
+    ],
+)
+def test_a_cpu_gets_what_it_is_fastest_with(tiny, monkeypatch, seconds, bf16: bool, wanted, expected) -> None:
+    """The record says what was timed, and a resumed run keeps what it had."""
+    monkeypatch.setattr(arithmetic, "MIN_FLOPS", 0)
+    monkeypatch.setattr(arithmetic, "has_bf16", lambda: bf16)
+    monkeypatch.setattr(arithmetic, "pass_seconds", seconds_of(seconds))
+    encoder, random = nn.Conv2d(3, 4, 3), torch.get_rng_state()
+    made = arithmetic.choose_arithmetic("auto", wanted, CPU, encoder, 16, 8)
+    assert (made.bf16, made.channels_last) == expected
+    assert torch.equal(torch.get_rng_state(), random) and encoder.weight.grad is None
+    assert bool(str(made)) == any(expected)
+    there = {"device": "cpu", **made.record()}
+    monkeypatch.setattr(arithmetic, "fastest", lambda *_: pytest.fail("timed again"))
+    assert arithmetic.choose_arithmetic("auto", wanted, CPU, encoder, 16, 8, there) == made
+
+
+def test_a_resumed_run_keeps_its_arithmetic(tiny, monkeypatch, tmp_path) -> None:
+    config = tiny("digits/simsiam/lump", training__epochs=2, evaluation__enabled=False)
+    monkeypatch.setattr(arithmetic, "MIN_FLOPS", 0)
+    monkeypatch.setattr(arithmetic, "has_bf16", lambda: True)
+    monkeypatch.setattr(arithmetic, "pass_seconds", seconds_of(FAST))
+    whole, folder = Run(config).train(), tmp_path / "run"
+    assert whole["environment"]["precision"] == "bf16" and whole["environment"]["channels_last"]
+    assert whole["environment"]["time of bf16, channels last"] == 0.5
+    with pytest.raises(Stopped):
+        Run(config, folder).train(StopsAt(8))
+    monkeypatch.setattr(arithmetic, "pass_seconds", seconds_of({**FAST, (True, True): 5.0}))  # another would be chosen
+    resumed = Run(config, folder).train(resume=True)
+    assert resumed["environment"]["precision"] == "bf16"
+    assert [line["loss"] for line in epoch_lines(resumed)] == [line["loss"] for line in epoch_lines(whole)]
+
+
+def test_an_encoder_that_cannot_be_timed_is_trained_in_float32(monkeypatch) -> None:
+    monkeypatch.setattr(arithmetic, "MIN_FLOPS", 0)
+    monkeypatch.setattr(arithmetic, "pass_seconds", lambda *_: 1 / 0)
+    assert choose("auto", CPU) == (torch.float32, False)
+
+
 def test_what_auto_means(monkeypatch) -> None:
     """Not where PyTorch would emulate it, as on a T4."""
     gpu = torch.device("cuda")
     for native, expected in ((True, torch.bfloat16), (False, torch.float32)):
         supported = partial(lambda native, including_emulation=True: including_emulation or native, native)
         monkeypatch.setattr(torch.cuda, "is_bf16_supported", supported)
-        assert engine.choose_dtype("auto", gpu) is expected, native
-    assert engine.choose_dtype("auto", CPU) is engine.choose_dtype("fp32", gpu) is torch.float32
-    assert engine.choose_dtype("bf16", gpu) is engine.choose_dtype("bf16", CPU) is torch.bfloat16
+        assert choose("auto", gpu) == (expected, True), native
+    assert [choose(wanted, gpu) for wanted in ("fp32", "bf16")] == [(torch.float32, True), (torch.bfloat16, True)]
+    assert [choose(wanted, CPU) for wanted in ("fp32", "bf16")] == [(torch.float32, False), (torch.bfloat16, False)]
     assert engine.choose_engine("auto", CPU) == "eager"
     assert engine.choose_engine("compiled", CPU) == "compiled"
     with pytest.raises(UserError, match=r"training\.engine is captured, but that needs a GPU; use eager or auto"):

@@ -1,0 +1,114 @@
+"""The encoder's precision and memory layout. On a CPU `auto` times the encoder: which is fastest depends on both."""
+
+import contextlib
+import copy
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
+
+from ptlf.core import processes
+
+MIN_FLOPS = 4e6  # of an image's forward: below, it is not the products that take the time
+SECONDS = 0.15  # for one timed forward and backward, about; by that the number of images is chosen
+ROUNDS = 3
+MEASURED = "time of "  # in a record, before what was timed
+# Candidates as (bf16, channels last), and the share of float32's time that one must stay below to be chosen.
+CANDIDATES = {(False, False): 1.0, (False, True): 0.9, (True, True): 0.85}
+
+
+@dataclass
+class Arithmetic:
+    bf16: bool
+    channels_last: bool
+    measured: dict[str, float] = field(default_factory=dict)  # candidate -> time relative to float32
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return torch.bfloat16 if self.bf16 else torch.float32
+
+    def record(self) -> dict[str, Any]:
+        timed = {MEASURED + key: value for key, value in self.measured.items()}
+        return {"precision": "bf16" if self.bf16 else "fp32", "channels_last": self.channels_last, **timed}
+
+    def __str__(self) -> str:
+        """What was chosen by timing, for the line at a run's start; empty if nothing was timed."""
+        key = describe_arithmetic(self.bf16, self.channels_last)
+        return f"{key} ({self.measured[key]:.2f} of float32's time here)" if self.measured.get(key, 1.0) != 1.0 else ""
+
+
+def describe_arithmetic(bf16: bool, channels_last: bool) -> str:
+    return f"{'bf16' if bf16 else 'float32'}{', channels last' if channels_last else ''}"
+
+
+def choose_arithmetic(
+    precision: str, channels_last: bool | None, device: torch.device, encoder: nn.Module, size: int, batch: int,
+    earlier: Mapping[str, Any] | None = None,
+) -> Arithmetic:  # fmt: skip
+    """`auto` means bf16 on GPUs that have it (from Ampere on), and on a CPU what is fastest there, or what the run had
+    before it was stopped: `earlier`, the environment in its record."""
+    if device.type == "cuda":
+        native = precision == "auto" and torch.cuda.is_bf16_supported(including_emulation=False)
+        return Arithmetic(native or precision == "bf16", channels_last is not False)
+    if precision != "auto":
+        return Arithmetic(precision == "bf16", bool(channels_last))
+    if earlier and earlier.get("device") == device.type and "precision" in earlier:
+        last = bool(earlier.get("channels_last")) if channels_last is None else channels_last
+        timed = {key.removeprefix(MEASURED): value for key, value in earlier.items() if key.startswith(MEASURED)}
+        return Arithmetic(earlier["precision"] == "bf16", last, timed)
+    allowed = [each for each in CANDIDATES if channels_last in (None, each[1]) and (has_bf16() or not each[0])]
+    default = Arithmetic(False, bool(channels_last))
+    return processes.broadcast_object(fastest(allowed, encoder, size, batch) if len(allowed) > 1 else default)
+
+
+def has_bf16() -> bool:
+    """Whether the processor multiplies bf16. Where it is emulated it can be many times slower."""
+    return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+
+
+def fastest(candidates: list[tuple[bool, bool]], encoder: nn.Module, size: int, batch: int) -> Arithmetic:
+    """By the shortest of some forwards and backwards of a copy of the encoder, on noise: the processor's time of one
+    thread, so that other work on the machine does not decide."""
+    plain = Arithmetic(*candidates[0])
+    with contextlib.suppress(Exception), torch.random.fork_rng(devices=[]), one_thread():
+        with FlopCounterMode(display=False) as counter:
+            copy.deepcopy(encoder)(torch.zeros(2, 3, size, size))
+        if counter.get_total_flops() < 2 * MIN_FLOPS:
+            return plain
+        encoders = {each: copy.deepcopy(encoder).train() for each in candidates}
+        once = max(pass_seconds(encoders[candidates[0]], *candidates[0], 2, size) for _ in range(2))
+        images = min(batch, 16, max(2, round(2 * SECONDS / once)))
+        seconds = {each: float("inf") for each in candidates}
+        for _ in range(1 + ROUNDS):  # the first warms up, and is never the shortest
+            for each, module in encoders.items():
+                seconds[each] = min(seconds[each], pass_seconds(module, *each, images, size))
+        share = {each: taken / seconds[candidates[0]] for each, taken in seconds.items()}
+        limit = CANDIDATES[candidates[0]]
+        best = min(candidates, key=lambda each: share[each] / CANDIDATES[each] * limit)
+        return Arithmetic(*best, {describe_arithmetic(*each): round(value, 2) for each, value in share.items()})
+    return plain  # an encoder that cannot be copied, or takes no such images
+
+
+@contextlib.contextmanager
+def one_thread() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
+def pass_seconds(encoder: nn.Module, bf16: bool, channels_last: bool, images: int, size: int) -> float:
+    layout = torch.channels_last if channels_last else torch.contiguous_format
+    noise = torch.randn(images, 3, size, size).contiguous(memory_format=layout)
+    encoder.to(memory_format=layout)  # type: ignore[call-overload]
+    started = time.thread_time()
+    with torch.autocast("cpu", torch.bfloat16, bf16):
+        output = encoder(noise)
+    output.float().square().mean().backward()
+    return time.thread_time() - started
