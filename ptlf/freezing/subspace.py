@@ -105,45 +105,42 @@ class NotFinite(ValueError):
 
 
 class Inputs:
-    """The inputs of one product: the columns of R while they are at most m / 2, then R R^T.
+    """The inputs of one product while they make at most m / 2 columns, then R R^T.
 
     dtype: of products of inputs and of the eigendecomposition; sums over images are float64.
     """
 
     def __init__(self, part: Part, dtype: torch.dtype = torch.float64) -> None:
-        self.part, self.dtype = part, dtype
-        self.blocks = [part.weight.new_zeros(groups(part), fan_in(part), 0, dtype=dtype)]  # (groups, m, n) each
+        self.part, self.dtype, self.count = part, dtype, 0
+        self.batches: list[Tensor] = []
         self.gram: Tensor | None = None
 
     def add(self, given: Tensor) -> None:
         batch, positions = as_batch(self.part, given.detach())
-        m, count = fan_in(self.part), len(batch) * positions
-        if self.gram is None and 2 * (sum(block.shape[-1] for block in self.blocks) + count) > m:
+        self.batches.append(batch.to(self.dtype, copy=True))  # what follows may write to it
+        self.count += len(batch) * positions
+        if self.gram is None and 2 * self.count > fan_in(self.part):
             self.gram = empty_gram(self.part)
-            while self.blocks:
-                first = self.blocks.pop(0).double()
-                self.gram.baddbmm_(first, first.mT)
-        step = max(1, COLUMN_BYTES // (8 * groups(self.part) * m * positions))
+        step = max(1, COLUMN_BYTES // (8 * groups(self.part) * fan_in(self.part) * positions))
         with torch.autocast(given.device.type, enabled=False):
-            for some in batch.split(step):
-                if self.gram is None:
-                    self.blocks.append(columns(self.part, some.to(self.dtype)).flatten(2))
-                else:
-                    add_products(self.gram, self.part, some.to(self.dtype))
+            while self.gram is not None and self.batches:
+                for some in self.batches.pop(0).split(step):
+                    add_products(self.gram, self.part, some)
 
     def basis(self, threshold: float, reach: bool = True) -> Tensor:
         """B (groups, m, k)."""
         if self.gram is not None:
             return leading_eigenvectors(self.gram.to(self.dtype), threshold, reach).double()
-        few = torch.cat(self.blocks, dim=-1).double()
+        none = self.part.weight.new_zeros(groups(self.part), fan_in(self.part), 0)
+        few = torch.cat([none, *(columns(self.part, batch).flatten(2) for batch in self.batches)], dim=-1).double()
         # R V has orthogonal columns for the eigenvectors V of R^T R, but for rounding, which the QR takes away.
         right = leading_eigenvectors(few.mT @ few, threshold, reach)
         return torch.linalg.qr(few @ right)[0] * (right.square().sum(-2, keepdim=True) > 0)
 
     def total(self) -> Tensor:
         """A number that is not finite if an input is not."""
-        kept = self.blocks if self.gram is None else [self.gram]
-        return torch.stack([tensor.sum() for tensor in kept]).sum()
+        kept = self.batches if self.gram is None else [self.gram]
+        return torch.stack([self.part.weight.new_zeros(()), *(tensor.sum() for tensor in kept)]).sum()
 
 
 def replay_inputs(
@@ -198,12 +195,13 @@ def product_dtype(part: Part, threshold: float) -> torch.dtype:
 
 
 def as_batch(part: Part, inputs: Tensor) -> tuple[Tensor, int]:
-    """The inputs as vectors (b, m) or images (b, C_in, ...), and the number of columns of R that each makes."""
+    """The inputs as images (b, C_in, ...), or as vectors (b, C_in) where each is a column of R. With how many columns
+    each of them makes."""
     if not isinstance(part, Convolution):
         return inputs.reshape(-1, fan_in(part)), 1
     images = inputs if inputs.ndim == len(part.kernel_size) + 2 else inputs[None]
     if isinstance(part, TRANSPOSED):
-        return images, images[0, 0].numel()
+        return images.movedim(1, -1).reshape(-1, part.in_channels), 1
     sizes = zip(pad(part, images[:1]).shape[2:], part.kernel_size, part.dilation, part.stride, strict=True)
     return images, math.prod((size - dilation * (k - 1) - 1) // stride + 1 for size, k, dilation, stride in sizes)
 
@@ -211,10 +209,8 @@ def as_batch(part: Part, inputs: Tensor) -> tuple[Tensor, int]:
 def columns(part: Part, batch: Tensor, slides: bool = False) -> Tensor:
     """R as (groups, m, 1, n). slides: not yet unfolded along the first dimension of a convolution: (groups, m / kernel,
     rows, n), for a kernel of so many rows."""
-    if not isinstance(part, Convolution):
-        return batch.T[None, :, None]
-    if isinstance(part, TRANSPOSED):
-        return batch.flatten(2).transpose(0, 1).reshape(groups(part), fan_in(part), 1, -1)
+    if not isinstance(part, Convolution) or isinstance(part, TRANSPOSED):
+        return batch.T.reshape(groups(part), fan_in(part), 1, -1)
     dims, first = len(part.kernel_size), int(slides)
     # The input patches as a strided view (b, C_in, rows, columns, kh, kw). Copying it is one GPU kernel; `F.unfold`
     # launches one per image.
@@ -232,9 +228,10 @@ def columns(part: Part, batch: Tensor, slides: bool = False) -> Tensor:
 
 def add_products(gram: Tensor, part: Part, batch: Tensor) -> None:
     """Add R R^T. Where windows move by one row, the products of two rows of the kernel depend on their distance, but
-    for the rows at the edges: one large product for each distance, a third of the work for a kernel of 3 x 3."""
+    for the rows at the edges: one large product for each distance, a third of the work for a kernel of 3 x 3. A GPU
+    takes fewer kernels for all products at once."""
     kernel, apart, channels = 1, 1, fan_in(part)
-    if isinstance(part, Convolution) and not isinstance(part, TRANSPOSED) and part.stride[0] == 1:
+    if isinstance(part, Convolution) and batch.ndim > 2 and part.stride[0] == 1 and batch.is_cpu:
         kernel, apart, channels = int(part.kernel_size[0]), int(part.dilation[0]), part.in_channels // part.groups
     r = columns(part, batch, slides=kernel > 1)
     height = r.shape[2] - (kernel - 1) * apart
