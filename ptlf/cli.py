@@ -12,6 +12,7 @@ from pathlib import Path
 
 from ptlf.commands.parser import make_parser, parse_words
 from ptlf.core.errors import UserError, logger, printable, short_repr
+from ptlf.core.files import cached_text
 from ptlf.core.registry import working_folder_on_path
 from ptlf.training.process import Stopped
 
@@ -23,11 +24,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     if "run" not in options:
         parser.print_help()
         return 0
-    run, verb = options.pop("run"), options.pop("verb")
+    run, verb, cached = (options.pop(name) for name in ("run", "verb", "cached"))
 
     def work() -> None:
         if unexpected:
             raise UserError(f"unexpected argument {short_repr(unexpected[0])}; see `ptlf {verb} --help`")
+        if cached:
+            return print(cached_text(run, *options.values()))
         module, function = run.split(":")  # imported only now: torch takes seconds
         getattr(import_module(module), function)(**options)
 

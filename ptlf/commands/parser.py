@@ -13,6 +13,7 @@ from typing import Any
 
 from ptlf import __version__
 from ptlf.core.errors import printable, short_repr
+from ptlf.core.files import cached_text
 
 Verb = Callable[..., Callable[..., None]]  # declares a command; what it returns adds an option to it
 DEBUG = "show the traceback of every error, as PTLF_DEBUG=1 does"
@@ -26,14 +27,8 @@ class Parser(argparse.ArgumentParser):
     verbs: dict[str, Parser]  # of `ptlf`: the parsers of its commands
 
     def format_help(self) -> str:
-        if self.prog == "ptlf train":  # only when it is shown, because this imports torch
-            from ptlf.core.settings import describe
-            from ptlf.run.config import Config
-            from ptlf.run.recipes import DEFAULT
-
-            rows = [row for row in describe(Config) if row[0] != "recipe"]
-            self.epilog = f"default recipe: {DEFAULT}\n\nsettings (default before the recipe):\n"
-            self.epilog += "\n".join(f"  --{key} {default}\n      {about}" for key, default, about in rows)
+        if self.prog == "ptlf train":
+            self.epilog = cached_text("ptlf.commands.show:settings")
         return super().format_help()
 
     def error(self, message: str) -> Any:
@@ -131,14 +126,17 @@ def make_parser() -> Parser:
     data = families[""].add_parser("data", help="Get, pack, check and list data sets.")
     families["data"] = data.add_subparsers(required=True, **commands)
 
-    def verb(name: str, file: str, about: str, *, overrides: bool = False, **texts: Any) -> Callable[..., None]:
+    def verb(
+        name: str, file: str, about: str, *, overrides: bool = False, cached: bool = False, **texts: Any
+    ) -> Callable[..., None]:
         """Declare a command. file: of `ptlf.commands`, with a function of the command's name; or MODULE:FUNCTION.
-        overrides: it also takes settings, such as --training.epochs 2."""
+        overrides: it also takes settings, such as --training.epochs 2. cached: the function returns what is printed,
+        the same each time."""
         family, _, last = name.rpartition(" ")
         texts |= {"formatter_class": argparse.RawDescriptionHelpFormatter, "allow_abbrev": False}
         made = families[family].add_parser(last, help=about, description=about, **texts)
         run = file if ":" in file else f"ptlf.commands.{file}:{name.replace(' ', '_')}"
-        made.set_defaults(run=run, verb=name, takes_overrides=overrides)
+        made.set_defaults(run=run, verb=name, cached=cached, takes_overrides=overrides)
         made.add_argument("--debug", help=DEBUG, action="store_true")
         parser.verbs[name] = made
         return partial(add_option, made)
@@ -249,7 +247,7 @@ def add_showing_verbs(verb: Verb) -> None:
     add("--once", "show the state once, then exit", bool)
 
     families = "streams, data, objectives, methods, policies, encoders, optimizers, probes, trackers, views, recipes"
-    add = verb("list", "ptlf.commands.show:list_members", f"List the members of every family: {families}.")
+    add = verb("list", "ptlf.commands.show:list_members", f"List the members of every family: {families}.", cached=True)
     add("what", "list this family only", nargs="?", metavar="FAMILY")
 
     epilog = (
@@ -257,7 +255,7 @@ def add_showing_verbs(verb: Verb) -> None:
         "zsh: ptlf completion zsh > DIR/_ptlf, where DIR is a folder of $fpath\n"
         "Run it again after an update, or when a plugin adds recipes or settings."
     )
-    add = verb("completion", "show", "Print a script that completes commands and settings.", epilog=epilog)
+    add = verb("completion", "show", "Print a script that completes commands and settings.", epilog=epilog, cached=True)
     add("shell", "bash or zsh", choices=("bash", "zsh"), metavar="SHELL")
 
 

@@ -1,13 +1,16 @@
-"""Atomic writes, which survive a crash of the machine, and file locks."""
+"""Atomic writes, which survive a crash of the machine, file locks, and text that is slow to make."""
 
 import errno
 import fcntl
 import hashlib
 import os
 import socket
+import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
+from importlib import import_module
+from importlib.metadata import entry_points
 from pathlib import Path
 
 from ptlf.core.errors import UserError, printable
@@ -64,6 +67,27 @@ def file_digest(file: Path, algorithm: str = "sha256", advance: Callable[[int], 
             digest.update(block)
             advance(len(block))
     return digest.hexdigest()
+
+
+def cached_text(function: str, *arguments: str | None) -> str:
+    """What MODULE:FUNCTION says about members and settings, which imports torch. The text is kept in the user's cache
+    folder until a file of ptlf changes. Where other packages or the running program may add members it is made anew."""
+    module, _, name = function.partition(":")
+    own = "torch" not in sys.modules and not any(group.startswith("ptlf.") for group in entry_points().groups)
+    files = [(str(file), file.stat()) for file in sorted(Path(__file__).parents[1].rglob("*.py"))] if own else []
+    stamps = repr([(file, found.st_mtime_ns, found.st_size) for file, found in files]).encode(errors="replace")
+    first = f"{hashlib.sha256(stamps, usedforsecurity=False).hexdigest()}\n"
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "ptlf-help")
+    path = cache / "-".join([name, *filter(None, arguments)])
+    with suppress(OSError, UnicodeDecodeError):
+        if own and (kept := path.read_text(encoding="utf-8")).startswith(first):
+            return kept.removeprefix(first)
+    text: str = getattr(import_module(module), name)(*arguments)
+    with suppress(OSError, UserError):  # a home that cannot be written to
+        if own:
+            cache.mkdir(parents=True, exist_ok=True)
+            write_whole(path, first + text)
+    return text
 
 
 def lock_holder(file: Path) -> tuple[str, bool | None]:

@@ -90,8 +90,12 @@ class Gallery:
         similarity = features[self.queries] @ features.T  # (Q, N)
         similarity[torch.arange(len(self.queries)), self.queries] = -torch.inf
         nearest = similarity.topk(min(NEIGHBOURS, len(features) - 1), dim=1).indices.tolist()
-        with phase("map"):
-            self.looks[moment] = {"neighbours": nearest, "points": flat_map(features[:POINTS].numpy())}
+        self.looks[moment] = {"neighbours": nearest, "points": [], "features": features[:POINTS]}
+        if moment == "after":  # the maps of both, so that the first step need not wait for t-SNE
+            with phase("map"):
+                for look in self.looks.values():
+                    if "features" in look:
+                        look["points"] = flat_map(look.pop("features").numpy())
 
     def as_dict(self) -> dict[str, Any]:
         """Images are tile numbers in the sprite; points are (x, y) in [0, 1]."""
@@ -107,7 +111,10 @@ class Gallery:
             "queries": [tile[index] for index in self.queries],
             "point_groups": self.groups[:POINTS].tolist(),
             "looks": {
-                moment: {**look, "neighbours": [[tile[index] for index in row] for row in look["neighbours"]]}
+                moment: {
+                    "neighbours": [[tile[index] for index in row] for row in look["neighbours"]],
+                    "points": look["points"],
+                }
                 for moment, look in self.looks.items()
             },
         }

@@ -48,8 +48,11 @@ class TaskCorrelation:
     All that a forward changes in the modules is restored, and torch's global random state, even if `loss_fn` raises.
     Generators that `loss_fn` owns do advance.
 
-    Memory: the replay is forwarded several times, so that the Gram matrices R R^T (m x m, float64) never exceed the
-    largest one or, on a GPU, an eighth of what is free. An eigendecomposition takes about three times the largest.
+    Memory: the replay is forwarded several times if the Gram matrices R R^T (m x m, float64) exceed 512 MiB and, on a
+    GPU, an eighth of what is free. An eigendecomposition takes about three times the largest.
+
+    Rounding: on a CPU the products and eigendecompositions are float32, see `product_dtype`. Elsewhere, for a
+    threshold above 0.999 and for a model in float64 all is float64.
 
     `directions` holds the number of singular vectors kept, by unit name. A unit without gradient or input has ratio 0.
     """
@@ -95,7 +98,7 @@ class TaskCorrelation:
         ratios: dict[str, Tensor] = {}
         for group in passes([self.units[name] for name in names if name not in self.known]):
             with unchanged(self.module), torch.no_grad():
-                inputs = replay_inputs(self.module, group, self.replay, self.chunk)
+                inputs = replay_inputs(self.module, group, self.replay, self.chunk, self.threshold)
             for unit in group:
                 # The Gram matrices are let go of one by one.
                 bases = [some.basis(self.threshold, self.reach) for some in inputs.pop(unit.name)]

@@ -19,6 +19,7 @@ from ptlf.freezing.recording import Convolution, Layer
 from ptlf.freezing.units import Unit
 
 COLUMN_BYTES = 64 * 2**20  # of R in memory at once, unless a single image needs more
+GRAM_BYTES = 512 * 2**20  # of Gram matrices in memory at once, unless a single one needs more
 TRANSPOSED = nn.ConvTranspose1d | nn.ConvTranspose2d | nn.ConvTranspose3d
 
 
@@ -104,42 +105,49 @@ class NotFinite(ValueError):
 
 
 class Inputs:
-    """The inputs of one product: the columns of R while they are at most m / 2, then R R^T."""
+    """The inputs of one product while they make at most m / 2 columns, then R R^T.
 
-    def __init__(self, part: Part) -> None:
-        self.part = part
-        self.blocks = [part.weight.new_zeros(groups(part), fan_in(part), 0, dtype=torch.float64)]  # (groups, m, n) each
+    dtype: of products of inputs and of the eigendecomposition; sums over images are float64.
+    """
+
+    def __init__(self, part: Part, dtype: torch.dtype = torch.float64) -> None:
+        self.part, self.dtype, self.count = part, dtype, 0
+        self.batches: list[Tensor] = []
         self.gram: Tensor | None = None
 
     def add(self, given: Tensor) -> None:
-        for block in columns(self.part, given.detach()):
-            self.blocks.append(block)
-            if self.gram is None and 2 * sum(kept.shape[-1] for kept in self.blocks) > fan_in(self.part):
-                self.gram = empty_gram(self.part)
-            while self.gram is not None and self.blocks:
-                first = self.blocks.pop(0)
-                self.gram.baddbmm_(first, first.mT)
+        batch, positions = as_batch(self.part, given.detach())
+        self.batches.append(batch.to(self.dtype, copy=True))  # what follows may write to it
+        self.count += len(batch) * positions
+        if self.gram is None and 2 * self.count > fan_in(self.part):
+            self.gram = empty_gram(self.part)
+        step = max(1, COLUMN_BYTES // (8 * groups(self.part) * fan_in(self.part) * positions))
+        with torch.autocast(given.device.type, enabled=False):
+            while self.gram is not None and self.batches:
+                for some in self.batches.pop(0).split(step):
+                    add_products(self.gram, self.part, some)
 
     def basis(self, threshold: float, reach: bool = True) -> Tensor:
         """B (groups, m, k)."""
         if self.gram is not None:
-            return leading_eigenvectors(self.gram, threshold, reach)
-        few = torch.cat(self.blocks, dim=-1)
+            return leading_eigenvectors(self.gram.to(self.dtype), threshold, reach).double()
+        none = self.part.weight.new_zeros(groups(self.part), fan_in(self.part), 0)
+        few = torch.cat([none, *(columns(self.part, batch).flatten(2) for batch in self.batches)], dim=-1).double()
         # R V has orthogonal columns for the eigenvectors V of R^T R, but for rounding, which the QR takes away.
         right = leading_eigenvectors(few.mT @ few, threshold, reach)
         return torch.linalg.qr(few @ right)[0] * (right.square().sum(-2, keepdim=True) > 0)
 
     def total(self) -> Tensor:
         """A number that is not finite if an input is not."""
-        kept = self.blocks if self.gram is None else [self.gram]
-        return torch.stack([tensor.sum() for tensor in kept]).sum()
+        kept = self.batches if self.gram is None else [self.gram]
+        return torch.stack([self.part.weight.new_zeros(()), *(tensor.sum() for tensor in kept)]).sum()
 
 
 def replay_inputs(
-    module: nn.Module, units: Sequence[Unit], replay: Iterable[Tensor], chunk: int
+    module: nn.Module, units: Sequence[Unit], replay: Iterable[Tensor], chunk: int, threshold: float
 ) -> dict[str, list[Inputs]]:
     """By unit name, the inputs of each product, over the replay and over all calls of the layer in a forward."""
-    seen = {unit.name: [Inputs(part) for part in parts(unit.layer)] for unit in units}
+    seen = {unit.name: [Inputs(part, product_dtype(part, threshold)) for part in parts(unit.layer)] for unit in units}
     device = units[0].weights[0].device
     count = 0
 
@@ -179,34 +187,71 @@ def empty_gram(part: Part) -> Tensor:
     return torch.zeros(groups(part), m, m, dtype=torch.float64, device=part.weight.device)
 
 
-def columns(part: Part, inputs: Tensor) -> Iterator[Tensor]:
-    """R in blocks (groups, m, n); in float64, as an error of 1e-7 of the energy can change the directions kept."""
+def product_dtype(part: Part, threshold: float) -> torch.dtype:
+    """On a CPU float32, in half the time: it changes a ratio by less than 1e-4 where the directions left out hold at
+    least 0.1 % of the energy. GPUs have time for float64, and may round float32 products to TF32."""
+    exact = part.weight.dtype == torch.float64 or torch.get_float32_matmul_precision() != "highest"
+    return torch.float64 if exact or threshold > 0.999 or not part.weight.is_cpu else torch.float32
+
+
+def as_batch(part: Part, inputs: Tensor) -> tuple[Tensor, int]:
+    """The inputs as images (b, C_in, ...), or as vectors (b, C_in) where each is a column of R. With how many columns
+    each of them makes."""
     if not isinstance(part, Convolution):
-        vectors = inputs.reshape(-1, fan_in(part))  # (n, m)
-        for rows in vectors.split(max(1, COLUMN_BYTES // (8 * fan_in(part)))):
-            yield rows.double().T[None]
-        return
-    dims = len(part.kernel_size)
-    images = inputs if inputs.ndim == dims + 2 else inputs[None]
+        return inputs.reshape(-1, fan_in(part)), 1
+    images = inputs if inputs.ndim == len(part.kernel_size) + 2 else inputs[None]
     if isinstance(part, TRANSPOSED):
-        step = max(1, COLUMN_BYTES // (8 * images[0].numel()))
-        for some in images.split(step):
-            yield some.double().flatten(2).transpose(0, 1).reshape(groups(part), fan_in(part), -1)
-        return
-    spans = [d * (k - 1) + 1 for d, k in zip(part.dilation, part.kernel_size, strict=True)]
-    # Of one image, at most.
-    positions = math.prod(-(-n // s) for n, s in zip(pad(part, images[:1]).shape[2:], part.stride, strict=True))
-    step = max(1, COLUMN_BYTES // (8 * groups(part) * fan_in(part) * positions))
-    for some in images.split(step):
-        # The input patches as a strided view (b, C_in, rows, columns, kh, kw). Copying it is one GPU kernel; `F.unfold`
-        # launches one per image.
-        patches = pad(part, some.double()).contiguous()
-        for dim in range(dims):
-            patches = patches.unfold(2 + dim, spans[dim], part.stride[dim])
-        kept: tuple[Any, ...] = (..., *(slice(None, None, dilation) for dilation in part.dilation))
-        # Rows are ordered as in weight.reshape(C_out, -1).
-        order = (1, *range(2 + dims, 2 + 2 * dims), 0, *range(2, 2 + dims))
-        yield patches[kept].permute(order).reshape(groups(part), fan_in(part), -1)
+        return images.movedim(1, -1).reshape(-1, part.in_channels), 1
+    sizes = zip(pad(part, images[:1]).shape[2:], part.kernel_size, part.dilation, part.stride, strict=True)
+    return images, math.prod((size - dilation * (k - 1) - 1) // stride + 1 for size, k, dilation, stride in sizes)
+
+
+def columns(part: Part, batch: Tensor, slides: bool = False) -> Tensor:
+    """R as (groups, m, 1, n). slides: not yet unfolded along the first dimension of a convolution: (groups, m / kernel,
+    rows, n), for a kernel of so many rows."""
+    if not isinstance(part, Convolution) or isinstance(part, TRANSPOSED):
+        return batch.T.reshape(groups(part), fan_in(part), 1, -1)
+    dims, first = len(part.kernel_size), int(slides)
+    # The input patches as a strided view (b, C_in, rows, columns, kh, kw). Copying it is one GPU kernel; `F.unfold`
+    # launches one per image.
+    patches = pad(part, batch).contiguous()
+    for dim in range(first, dims):
+        span = part.dilation[dim] * (part.kernel_size[dim] - 1) + 1
+        patches = patches.unfold(2 + dim, span, part.stride[dim])
+    kept: tuple[Any, ...] = (..., *(slice(None, None, dilation) for dilation in part.dilation[first:]))
+    patches = patches[kept]
+    rows, height = (part.kernel_size[0], patches.shape[2]) if slides else (1, 1)
+    # Rows are ordered as in weight.reshape(C_out, -1).
+    order = (1, *range(2 + dims, patches.ndim), *range(2, 2 + first), 0, *range(2 + first, 2 + dims))
+    return patches.permute(order).reshape(groups(part), fan_in(part) // rows, height, -1)
+
+
+def add_products(gram: Tensor, part: Part, batch: Tensor) -> None:
+    """Add R R^T. Where windows move by one row, the products of two rows of the kernel depend on their distance, but
+    for the rows at the edges: one large product for each distance, a third of the work for a kernel of 3 x 3. A GPU
+    takes fewer kernels for all products at once."""
+    kernel, apart, channels = 1, 1, fan_in(part)
+    if isinstance(part, Convolution) and batch.ndim > 2 and part.stride[0] == 1 and batch.is_cpu:
+        kernel, apart, channels = int(part.kernel_size[0]), int(part.dilation[0]), part.in_channels // part.groups
+    r = columns(part, batch, slides=kernel > 1)
+    height = r.shape[2] - (kernel - 1) * apart
+    blocks = gram.unflatten(2, (channels, kernel, -1)).unflatten(1, (channels, kernel, -1))
+
+    def product(start: int, rows: int, distance: int) -> Tensor:
+        """Of these rows with those `distance` further down."""
+        one, other = (r[:, :, at : at + rows].flatten(2) for at in (start, start + distance))
+        return (one @ other.mT).double()
+
+    for between in range(kernel):
+        block = product(0, height, between * apart)
+        for top in range(kernel - between):
+            if top:
+                start = (top - 1) * apart
+                block += product(start + height, apart, between * apart) - product(start, apart, between * apart)
+            shaped = block.unflatten(2, (channels, -1)).unflatten(1, (channels, -1))
+            blocks[:, :, top, :, :, top + between] += shaped
+            if between:
+                blocks[:, :, top + between, :, :, top] += shaped.permute(0, 3, 4, 1, 2)
 
 
 def leading_eigenvectors(gram: Tensor, threshold: float, reach: bool = True) -> Tensor:
@@ -217,7 +262,7 @@ def leading_eigenvectors(gram: Tensor, threshold: float, reach: bool = True) -> 
     """
     values, vectors = torch.linalg.eigh(gram)
     values, vectors = values.flip(-1), vectors.flip(-1)  # now descending
-    sums = values.cumsum(-1)
+    sums = values.double().cumsum(-1)
     before = F.pad(sums[..., :-1], (1, 0)) if reach else sums  # energy of the eigenvectors before this one
     # The slack exceeds the rounding error of summing a few thousand eigenvalues. It lets an energy equal to the
     # threshold count as reached, and keeps a threshold of 1 from including the null space.
@@ -236,8 +281,8 @@ def projection_ratio(gradients: Sequence[Tensor], bases: Sequence[Tensor]) -> Te
 
 
 def passes(units: Sequence[Unit]) -> Iterator[list[Unit]]:
-    """Consecutive units whose Gram matrices take no more than the largest, or an eighth of the free GPU memory."""
-    room = max(map(gram_bytes, units), default=0)
+    """Consecutive units whose Gram matrices fit into GRAM_BYTES, or an eighth of the free GPU memory."""
+    room = GRAM_BYTES
     if units and (device := units[0].weights[0].device).type == "cuda":
         room = max(room, torch.cuda.mem_get_info(device)[0] // 8)
     group: list[Unit] = []

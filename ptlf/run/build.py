@@ -22,7 +22,6 @@ from ptlf.core.randomness import Randomness, derived_seed, seeded
 from ptlf.core.settings import as_dict
 from ptlf.encoders import ENCODERS, EncoderConfig, as_encoder, brings_weights, feature_dim, set_normalisation
 from ptlf.encoders.encoder import SizedConfig
-from ptlf.encoders.norm import broadcast_and_sync_bn
 from ptlf.encoders.weights import Weights, load_weights, read_tensors
 from ptlf.evaluation import Gallery, Prober
 from ptlf.freezing import Freezer, FreezeSchedule, ProgressiveFreezing
@@ -46,6 +45,7 @@ from ptlf.stream.pack import data_root
 from ptlf.stream.packing import OnError, labelled_dataset, sample_images
 from ptlf.stream.task import single_task_stream
 from ptlf.training.arithmetic import choose_arithmetic
+from ptlf.training.distributed import broadcast_and_sync_bn
 from ptlf.training.engine import choose_engine, make_accelerator
 from ptlf.training.optimizers import OPTIMIZERS
 from ptlf.training.trainer import Trainer, TrainingConfig, check_batch, check_warmup

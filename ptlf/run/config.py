@@ -13,7 +13,6 @@ from ptlf.core.reading import load_yaml, read_text
 from ptlf.core.registry import Registry
 from ptlf.core.settings import as_dict, build, key, section
 from ptlf.encoders import ENCODERS, EncoderConfig
-from ptlf.encoders.norm import DistributedConfig
 from ptlf.evaluation import PROBES, EvaluationConfig, ProbeConfig
 from ptlf.freezing import Policy, PolicyConfig
 from ptlf.integrations.trackers import TRACKERS
@@ -21,6 +20,7 @@ from ptlf.methods import METHODS, MemoryConfig, MethodConfig
 from ptlf.objectives import OBJECTIVES, ObjectiveConfig
 from ptlf.stream import STREAMS, StreamConfig
 from ptlf.training.checkpoint import CheckpointConfig
+from ptlf.training.distributed import DistributedConfig
 from ptlf.training.trainer import TrainingConfig
 from ptlf.views import ViewsConfig
 

@@ -16,7 +16,6 @@ from ptlf.core.phases import Phase, silent
 from ptlf.core.randomness import Randomness, derived_seed
 from ptlf.core.reading import recordable
 from ptlf.core.settings import key, section
-from ptlf.encoders.norm import average_statistics
 from ptlf.freezing.cost import backward_flops, kept_bytes
 from ptlf.freezing.recording import unchanged
 from ptlf.kernels import can_fuse, folded_tensors, module_variant
@@ -27,6 +26,7 @@ from ptlf.stream import Images
 from ptlf.stream.loading import ImageSource, Sources
 from ptlf.training.arithmetic import Arithmetic
 from ptlf.training.cost import peak_memory_bytes, reset_peak_memory
+from ptlf.training.distributed import average_statistics
 from ptlf.training.engine import ENGINES, Addresses, CapturedEngine, Engine, choose_engine
 from ptlf.training.kept_views import KeptViews
 from ptlf.training.optimizers import OPTIMIZERS, OptimizerConfig, prepare_state

@@ -14,12 +14,16 @@ from torch.nn.utils.parametrizations import weight_norm
 
 from ptlf.freezing import subspace
 from ptlf.freezing.correlation import TaskCorrelation, correlation_ratios
-from ptlf.freezing.subspace import columns, empty_gram, leading_eigenvectors, passes, projection_ratio
+from ptlf.freezing.subspace import Inputs, empty_gram, leading_eigenvectors, passes, projection_ratio
 from ptlf.freezing.units import Unit
 
 
-def gram(layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
-    return sum((block @ block.mT for block in columns(layer, x)), empty_gram(layer))
+def gram(layer: nn.Module, *batches: torch.Tensor, dtype: torch.dtype = torch.float64) -> torch.Tensor:
+    inputs = Inputs(layer, dtype)
+    for batch in batches:
+        inputs.add(batch)
+    assert inputs.gram is not None
+    return inputs.gram
 
 
 NUMPY_PADDING = {"zeros": "constant", "circular": "wrap", "reflect": "reflect", "replicate": "edge"}
@@ -152,20 +156,19 @@ def test_splitting_changes_nothing(network, monkeypatch):
     whole = ratios(replay, 20)
     sizes, columns = [], subspace.columns
 
-    def watched(layer, inputs):
-        for block in columns(layer, inputs):
-            sizes.append(block.numel() * 8)
-            yield block
+    def watched(layer, batch, slides=False):
+        sizes.append(8 * (made := columns(layer, batch, slides)).numel())
+        return made
 
     monkeypatch.setattr(subspace, "columns", watched)
     monkeypatch.setattr(subspace, "COLUMN_BYTES", 2**16)
-    assert ratios(replay, 20) == pytest.approx(whole, abs=1e-7)
+    assert ratios(replay, 20) == pytest.approx(whole, abs=1e-6)
     assert len(sizes) > 2 * len(NAMES) and max(sizes) <= 2**16
     assert ratios(list(replay.split(6)), 4) == pytest.approx(whole, abs=1e-6)
     assert ratios(iter(replay.split(6)), 4) == pytest.approx(whole, abs=1e-6)
 
 
-def test_grams_alive_never_exceed_the_largest_but_where_a_gpu_has_room(network, monkeypatch):
+def test_grams_alive_fit_into_their_share_of_memory(network, monkeypatch):
     units = units_of(network, NAMES)
     made: list[weakref.ref] = []
 
@@ -179,6 +182,8 @@ def test_grams_alive_never_exceed_the_largest_but_where_a_gpu_has_room(network, 
         return gram
 
     largest = max(empty_gram(unit.layer).nbytes for unit in units)
+    assert len(list(passes(units))) == 1
+    monkeypatch.setattr(subspace, "GRAM_BYTES", largest)
     monkeypatch.setattr(subspace, "empty_gram", watched)
     correlation_ratios(network, torch.randn(4, 3, 8, 8), task_loss(network), batches=1, units=units)
     assert made and alive() == 0
@@ -330,8 +335,37 @@ def test_low_precision_inputs_are_summed_in_float64_and_an_unbatched_image_is_on
             found = gram(layer, x)
         assert found.dtype == torch.float64
         np.testing.assert_allclose(found[0].numpy(), exact, rtol=1e-10, atol=1e-9)
-    one = [gram(layer, image) for image in (x[0], x[:1])]
+    one = [gram(layer, image, image) for image in (x[0], x[:1])]
     assert torch.equal(*one)
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-11), (torch.float32, 1e-6)])
+def test_products_of_sliding_windows_are_those_of_all_patches(network, monkeypatch, dtype, tolerance):
+    """A few images at a time, and rows of the kernel that are apart, as in a dilated one."""
+    monkeypatch.setattr(subspace, "COLUMN_BYTES", 2**17)
+    for name in CONVOLUTIONS:
+        layer = network.get_submodule(name)
+        x = torch.randn(40, layer.in_channels, 8, 7, generator=torch.Generator().manual_seed(1))
+        found = gram(layer, x[:30], x[30:], dtype=dtype)
+        for group in range(layer.groups):
+            r = naive_columns(layer, x, group)
+            np.testing.assert_allclose(found[group], r @ r.T, atol=tolerance * np.square(r).sum(), rtol=0, err_msg=name)
+
+
+def test_float32_on_a_cpu_changes_a_ratio_by_less_than_1e_4(network, monkeypatch):
+    replay, units = torch.randn(40, 3, 8, 8), units_of(network, NAMES)
+    network.drop.p = 0.0
+
+    def ratios(threshold):
+        return correlation_ratios(network, replay, task_loss(network), threshold, batches=2, units=units)
+
+    quick = {threshold: ratios(threshold) for threshold in (0.9, 0.99, 0.999)}
+    assert subspace.product_dtype(network.stem, 0.999) == torch.float32
+    for exact in (subspace.product_dtype(network.stem, 0.9999), subspace.product_dtype(nn.Linear(2, 2).double(), 0.9)):
+        assert exact == torch.float64
+    monkeypatch.setattr(subspace, "product_dtype", lambda part, threshold: torch.float64)
+    for threshold, found in quick.items():
+        assert found == pytest.approx(ratios(threshold), abs=1e-4)
 
 
 def test_eigenvectors_and_the_ratio_by_hand():

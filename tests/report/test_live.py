@@ -49,7 +49,7 @@ def test_every_phase_is_named_and_counted_to_its_end(tmp_path) -> None:
     names = list(dict.fromkeys(entry["name"] for entry in told.phases))
     assert names == [
         *(f"testing the encoder before training, {part}" for part in ("features", "probes")),
-        *(f"gallery before training, {part}" for part in ("features", "map")),
+        "gallery before training, features",
         *(f"testing after task 1 of 2, {part}" for part in ("features", "probes")),
         "correlation of task 2 with those before",
         *(f"testing after task 2 of 2, {part}" for part in ("features", "probes")),
