@@ -13,9 +13,10 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from ptlf.core import processes
 
-MIN_FLOPS = 4e6  # of an image's forward: below, it is not the products that take the time
-SECONDS = 0.15  # for one timed forward and backward, about; by that the number of images is chosen
-ROUNDS = 3
+# Of an image's forward. Below, it is not the products that take the time; above, the timing would take minutes.
+MIN_FLOPS, MAX_FLOPS = 4e6, 1e11
+SECONDS = 0.3  # for one timed forward and backward, about; with few images casts of weights count too much
+ROUNDS = 2
 MEASURED = "time of "  # in a record, before what was timed
 # Candidates as (bf16, channels last), and the share of float32's time that one must stay below to be chosen.
 CANDIDATES = {(False, False): 1.0, (False, True): 0.9, (True, True): 0.85}
@@ -76,11 +77,11 @@ def fastest(candidates: list[tuple[bool, bool]], encoder: nn.Module, size: int, 
     plain = Arithmetic(*candidates[0])
     with contextlib.suppress(Exception), torch.random.fork_rng(devices=[]), one_thread():
         with FlopCounterMode(display=False) as counter:
-            copy.deepcopy(encoder)(torch.zeros(2, 3, size, size))
-        if counter.get_total_flops() < 2 * MIN_FLOPS:
+            copy.deepcopy(encoder).to("meta")(torch.empty(2, 3, size, size, device="meta"))
+        if not 2 * MIN_FLOPS <= counter.get_total_flops() <= 2 * MAX_FLOPS:
             return plain
         encoders = {each: copy.deepcopy(encoder).train() for each in candidates}
-        once = max(pass_seconds(encoders[candidates[0]], *candidates[0], 2, size) for _ in range(2))
+        once = min(pass_seconds(encoders[candidates[0]], *candidates[0], 2, size) for _ in range(2))
         images = min(batch, 16, max(2, round(2 * SECONDS / once)))
         seconds = {each: float("inf") for each in candidates}
         for _ in range(1 + ROUNDS):  # the first warms up, and is never the shortest
