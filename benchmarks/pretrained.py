@@ -107,7 +107,7 @@ COSTS: dict[str, dict[str, Any]] = {  # what is timed, each beside the first
     "all layers train": UNFROZEN,
     "half frozen, forward shared with the anchor": {"training.keep_views": 0},
     "half frozen, outputs kept (default)": {},
-    "the same in bf16": {"training.precision": "bf16"},
+    "the same in float32": {"training.precision": "fp32"},
 }
 
 
