@@ -4,7 +4,7 @@ BIN    := $(VENV)/bin
 # As a path, not an import hook: a folder named ptlf beside a script (this clone, say) would go before the hook.
 PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt --config-settings editable_mode=compat
 
-.PHONY: run test check test-gpu faults reproduce docs install lint package clean help
+.PHONY: run bench-cpu test check test-gpu faults reproduce docs install lint package clean help
 
 help:      ## what there is to make
 	@grep -hE '^[a-z-]+: .*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## */  /'
@@ -22,6 +22,9 @@ $(VENV)/.test-installed: $(VENV)/.installed
 
 run: install  ## LUMP and PTLF on the embedded digits, compared, with a report, into runs/
 	$(BIN)/ptlf sweep digits/simsiam/lump digits/simsiam/ptlf --out runs/$$(date +%Y%m%d-%H%M%S)
+
+bench-cpu: install  ## a training step on this CPU beside plain PyTorch, in minutes
+	$(BIN)/python benchmarks/cpu.py
 
 lint: $(VENV)/.test-installed  ## style and types
 	$(BIN)/ruff check ptlf tests reproduction benchmarks docs/*.py

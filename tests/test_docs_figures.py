@@ -217,6 +217,18 @@ def test_the_example_of_one_machine() -> None:
         assert f"random encoder: {runs[0]['probes'][probe]['untrained_accuracy']:.2f}" in name
 
 
+def test_a_step_on_a_cpu() -> None:
+    made = {(row["encoder"], row["step"]): row for row in bench("cpu.json")}
+    names = list(dict.fromkeys(step for _, step in made))
+    networks = ("resnet18", "resnet18-mini")
+    cells = [[f"{made[each, name]['share']:.2f}" if (each, name) in made else "" for each in networks] for name in names]
+    assert table(SAVINGS, "| step on a CPU |") == [[name, *shares] for name, shares in zip(names, cells, strict=True)]
+    whole = made["resnet18", "ours, bf16 and channels last"]["step_ms"]
+    of = {name: f"{made['resnet18', name]['step_ms'] / whole:.2f}" for name in names if "frozen" in name}
+    first, more, middle = of.values()
+    says(SAVINGS, f"frozen it takes {first} of that in bf16, with the first 12 {more}, with the middle 8 {middle}.")
+
+
 def test_what_freezing_saves() -> None:
     made = bench("freezing-cpu.json")
     keys = ("kept_bytes_ratio", "backward_flops_ratio", "seconds_ratio")

@@ -14,7 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from ptlf.core import processes
 
 # Of an image's forward. Below, it is not the products that take the time; above, the timing would take minutes.
-MIN_FLOPS, MAX_FLOPS = 4e6, 1e11
+MIN_FLOPS, MAX_FLOPS = 1e7, 1e11
 SECONDS = 0.3  # for one timed forward and backward, about; with few images casts of weights count too much
 ROUNDS = 2
 MEASURED = "time of "  # in a record, before what was timed
