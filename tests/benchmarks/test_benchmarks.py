@@ -4,10 +4,12 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from conftest import QUICK
+from PIL import Image
 
-from benchmarks import freezing, frontier, methods, step
+from benchmarks import cpu, freezing, frontier, methods, step
 from benchmarks import run as side_by_side
 from benchmarks.run import compare
 from ptlf.core.errors import UserError
@@ -185,6 +187,20 @@ def test_methods_side_by_side(capsys, tmp_path) -> None:
     assert [row["recipe"] for row in rows] == recipes
     lump, cassle, multitask = (row["backward_flops"] for row in rows)
     assert cassle > lump == multitask  # the predictor's backward
+
+
+def test_a_step_on_a_cpu_beside_plain_pytorch(capsys, tmp_path) -> None:
+    """The plain loop trains the same network on views of the same kind; shares are of ours in float32."""
+    assert cpu.main(["--encoders", "resnet18-mini", "--rounds", "1", "--json", str(tmp_path / "cpu.json")]) == 0
+    assert "plain PyTorch, float32" in capsys.readouterr().out
+    rows = {row["step"]: row for row in json.loads((tmp_path / "cpu.json").read_text())["rows"]}
+    base = rows["ours, float32"]["step_ms"]
+    assert all(row["share"] == pytest.approx(row["step_ms"] / base) for row in rows.values())
+    draws, image = np.random.default_rng(0), Image.new("RGB", (32, 32), (255, 128, 0))
+    view = cpu.crop_and_flip(image, draws, 0.08)
+    assert view.shape == (32, 32, 3) and view.dtype == np.float32
+    assert np.allclose(view, (np.float32([1, 128 / 255, 0]) - cpu.MEAN) / cpu.STD, atol=1e-5)
+    assert len({cpu.augment(image, draws).tobytes() for _ in range(8)}) > 4  # colours differ from draw to draw
 
 
 def test_a_warm_up_meets_all_that_the_run_will(tiny, monkeypatch) -> None:
