@@ -35,12 +35,14 @@ ANCHOR = {"freezing__policy__name": "ascending", "freezing__final": 0.5, "freezi
 
 
 @pytest.mark.parametrize("objective", ["simsiam", "barlow_twins", "byol"])
-@pytest.mark.parametrize("method", ["anchor", "pfr"])
-def test_a_teacher_shares_the_frozen_prefix(tiny, monkeypatch, objective: str, method: str) -> None:
+@pytest.mark.parametrize(
+    ("method", "batch_statistics"), [("anchor", False), ("pfr", True), ("pfr", False), ("cassle", False)]
+)
+def test_a_teacher_shares_the_frozen_prefix(tiny, objective: str, method: str, batch_statistics: bool) -> None:
     """The step is the same to rounding, and the teacher runs only what trains in the student."""
     steps = []
     for share in (True, False):
-        settings = {**ANCHOR, "method__name": method, "freezing__batch_statistics": method == "pfr"}
+        settings = {**ANCHOR, "method__name": method, "freezing__batch_statistics": batch_statistics}
         run = Run(tiny(f"digits/{objective}/finetune", **settings))
         run.progress.task = 1  # PFR has no teacher in the first task
         run.begin_task(10)
@@ -61,6 +63,36 @@ def test_a_teacher_shares_the_frozen_prefix(tiny, monkeypatch, objective: str, m
     assert left.keys() == right.keys()
     for name, gradient in left.items():
         torch.testing.assert_close(gradient, right[name], rtol=1e-3, atol=1e-5)
+
+
+def test_an_earlier_models_norms_follow_those_that_are_frozen_and_still_the_same(tiny) -> None:
+    run = Run(tiny("digits/simsiam/finetune", method__name="cassle"))
+    freezer, teacher = run.freezing.freezer, run.method.teacher()
+
+    def the_batch_decides() -> list[bool]:
+        """By norm, whether its output for an image depends on the others of the batch."""
+        with torch.no_grad():
+            return [
+                not torch.allclose(norm(x)[:2], norm(x[:2]), atol=1e-5)
+                for norm in teacher.encoder.modules()
+                if isinstance(norm, nn.BatchNorm2d)
+                for x in [3 * torch.randn(4, norm.num_features, 5, 5)]
+            ]
+
+    norms = len(the_batch_decides())
+    assert norms > 1 and all(the_batch_decides())
+    freezer.freeze(freezer.units[:2])
+    run.rebuild_step()
+    held = [unit.norm is not None for unit in freezer.units[:2]].count(True)
+    assert the_batch_decides() == [False] * held + [True] * (norms - held)
+    freezer.thaw()
+    run.rebuild_step()
+    assert all(the_batch_decides())
+    with torch.no_grad():
+        freezer.units[0].layer.weight.mul_(1.1)  # it trained since: the earlier model has another
+    freezer.freeze(freezer.units[:1])
+    run.rebuild_step()
+    assert all(the_batch_decides())
 
 
 def test_a_method_may_follow_the_model_after_the_optimizers_step(tiny) -> None:
