@@ -39,7 +39,10 @@ class Arithmetic:
     def __str__(self) -> str:
         """What was chosen by timing, for the line at a run's start; empty if nothing was timed."""
         key = describe_arithmetic(self.bf16, self.channels_last)
-        return f"{key} ({self.measured[key]:.2f} of float32's time here)" if self.measured.get(key, 1.0) != 1.0 else ""
+        if self.measured.get(key, 1.0) == 1.0:
+            return ""
+        overrule = "--training.precision fp32 overrules it"
+        return f"the encoder runs in {key}: {self.measured[key]:.2f} of float32's time here; {overrule}"
 
 
 def describe_arithmetic(bf16: bool, channels_last: bool) -> str:
