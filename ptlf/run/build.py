@@ -48,7 +48,7 @@ from ptlf.training.arithmetic import choose_arithmetic
 from ptlf.training.distributed import broadcast_and_sync_bn
 from ptlf.training.engine import choose_engine, make_accelerator
 from ptlf.training.optimizers import OPTIMIZERS
-from ptlf.training.trainer import Trainer, TrainingConfig, check_batch, check_warmup
+from ptlf.training.trainer import Trainer, TrainingConfig, check_batch
 from ptlf.views import View, draw, make_views, named_views, normalise
 
 BATCH = 256  # images per forward of those that fill the memory
@@ -345,8 +345,6 @@ def make_checked_stream(config: Config, folder: Path | None, given: Stream | Non
         if stream and stream.arrived:
             check_grows(config)
     with refused:
-        check_warmup(config.training)
-    with refused:
         sizes = [len(task.train) for task in stream.tasks] if stream else expected_sizes(as_dict(config))
         check_batch(config.training, sizes, stream.arrived if stream else 0)
     refused.end()
@@ -357,7 +355,9 @@ def make_checked_stream(config: Config, folder: Path | None, given: Stream | Non
 def contradictions(config: Config, stream: Stream | None) -> Iterator[str]:
     """Settings that do not go together. stream: None where it cannot be made."""
     objective, method = OBJECTIVES.find(config.objective.name), METHODS.find(config.method.name)
-    initial, final = config.freezing.initial, config.freezing.final
+    initial, final, training = config.freezing.initial, config.freezing.final, config.training
+    if training.warmup >= training.epochs:
+        yield f"training.warmup is {training.warmup} epochs, but a task has only {training.epochs}; lower it"
     if initial > final:
         shares = f"freezing.initial is {initial}, more than freezing.final, {final}"
         yield f"{shares}; what is frozen stays frozen, so the share can only rise"

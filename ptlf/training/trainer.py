@@ -348,11 +348,6 @@ def set_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
         group["lr"] = lr.fill_(scaled) if isinstance(lr, Tensor) else scaled
 
 
-def check_warmup(config: TrainingConfig) -> None:
-    if config.warmup >= config.epochs:
-        raise UserError(f"training.warmup is {config.warmup} epochs, but a task has only {config.epochs}; lower it")
-
-
 def check_batch(config: TrainingConfig, sizes: list[int], arrived: int = 0) -> None:
     """sizes: images of each task. The last `arrived` of them came later, and may be smaller than a batch."""
     count, batch = processes.world_size(), config.batch
