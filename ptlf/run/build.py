@@ -246,8 +246,7 @@ def make_freezing(config: Config, trainer: Trainer, generator: torch.Generator) 
         raise UserError(f"{lacking}; use --freezing.policy none")
     savings = None
     if policy.needs_savings:
-        low = trainer.model.dtype is torch.bfloat16
-        with torch.autocast(trainer.device.type, dtype=torch.bfloat16, enabled=low):
+        with trainer.model.autocast(trainer.device):
             savings = processes.broadcast_object(measure_savings(encoder, freezer.units, example))
     schedule = FreezeSchedule(settings.initial, settings.final, config.training.epochs, settings.shape)
     if policy.freezes and schedule.most(len(freezer.units)) == 0:

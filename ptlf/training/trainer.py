@@ -195,7 +195,8 @@ class Trainer:
                 uniforms = draw(len(chosen), generator, 1)
                 spec = (self.view_specs[view % kinds],)
                 (made,) = make_views(self.source.gather(chosen), uniforms, spec, self.view_size)
-                return self.model.prefix_output(self.in_layout(made))
+                with self.model.autocast(made.device):
+                    return prefix(self.in_layout(made))
 
             self.model.train()
             self.kept = KeptViews.make(key, indices, self.config.keep_views // kinds * kinds, encode, phase)
