@@ -355,8 +355,6 @@ def contradictions(config: Config, stream: Stream | None) -> Iterator[str]:
     """Settings that do not go together. stream: None where it cannot be made."""
     objective, method = OBJECTIVES.find(config.objective.name), METHODS.find(config.method.name)
     initial, final, training = config.freezing.initial, config.freezing.final, config.training
-    if training.warmup >= training.epochs:
-        yield f"training.warmup is {training.warmup} epochs, but a task has only {training.epochs}; lower it"
     if initial > final:
         shares = f"freezing.initial is {initial}, more than freezing.final, {final}"
         yield f"{shares}; what is frozen stays frozen, so the share can only rise"
@@ -367,3 +365,5 @@ def contradictions(config: Config, stream: Stream | None) -> Iterator[str]:
     if stream and objective.needs_labels and stream.data.folders == "tasks":
         lacking = f"objective {config.objective.name!r} needs labels, and a folder per task has none"
         yield f"{lacking}; choose another objective"
+    if training.warmup >= training.epochs:
+        yield f"training.warmup is {training.warmup} epochs, but a task has only {training.epochs}; lower it"
