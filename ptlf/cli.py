@@ -112,7 +112,3 @@ def show_messages() -> None:
     logger.setLevel(logging.INFO)
     if not any(isinstance(handler, MessageHandler) for handler in logger.handlers):
         logger.addHandler(MessageHandler())
-
-
-if __name__ == "__main__":
-    sys.exit(main())

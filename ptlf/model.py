@@ -84,7 +84,7 @@ class Model(nn.Module):
     def encode(self, views: Sequence[Tensor], teacher: Teacher | None = None) -> list[Tensor]:
         """Features (B, feature_dim) of each view; every view has its own batch statistics."""
         encoder = self.encoder if teacher is None else teacher.encoder
-        with gradient(teacher), torch.autocast(views[0].device.type, torch.bfloat16, self.dtype is torch.bfloat16):
+        with gradient(teacher), self.autocast(views[0].device):
             if self.prefix is not None and (teacher is None or teacher in self.sharing):
                 outputs = views if self.begins_behind_prefix else self.through_prefix(views)
                 features: Sequence[Tensor] = [self.prefix.rest(encoder, h) for h in outputs]
@@ -105,11 +105,9 @@ class Model(nn.Module):
             self.prefix_outputs = list(views), outputs
         return outputs
 
-    def prefix_output(self, view: Tensor) -> Tensor:
-        """Of the frozen prefix, in the arithmetic of a step."""
-        assert self.prefix is not None
-        with torch.autocast(view.device.type, torch.bfloat16, self.dtype is torch.bfloat16):
-            return self.prefix(view)
+    def autocast(self, device: torch.device) -> torch.autocast:
+        """The arithmetic of a step."""
+        return torch.autocast(device.type, torch.bfloat16, self.dtype is torch.bfloat16)
 
     def project(self, features: Sequence[Tensor], teacher: Teacher | None = None) -> list[Tensor]:
         """Projections (B, projection_dim) of each view's features."""

@@ -14,7 +14,7 @@ from scipy.special import stdtrit
 from benchmarks.frontier_picture import later_seconds
 from ptlf.core.errors import UserError
 from ptlf.report.intervals import Interval, Ratio, interval, mean_ratio, verdict
-from ptlf.report.runs import STEADY_LEARNING, RunRecord, at, later_mean
+from ptlf.report.runs import RunRecord, at, later_mean
 from ptlf.report.tables import new_table, note
 from ptlf.run.results import STEADY, Json, epoch_lines
 from reproduction.figures_text import HEADING, SMALL_RUNS, full_figures
@@ -43,7 +43,7 @@ WIDEST = 1000  # columns, more than any table has
 
 
 COSTS: Mapping[str, Value] = {
-    "time": lambda run: RunRecord(Path(), run).value(STEADY_LEARNING),
+    "time": lambda run: RunRecord(Path(), run).value(("cost", "steady_learning_seconds")),
     "memory": lambda run: at(run, ("cost", "mean_kept_bytes")),
     "flops": lambda run: at(run, ("cost", "backward_flops")),
 }

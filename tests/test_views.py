@@ -222,8 +222,9 @@ def test_blur_is_scipys(shape: tuple[int, int], kernel: int) -> None:
 @pytest.mark.parametrize(("size", "kernel"), [(64, 7), (224, 23)])
 def test_blur_kernel_follows_the_size(size: int, kernel: int) -> None:
     images, u = torch.from_numpy(photos(2, size)), uniforms(2, sigma=0.9)
-    derived = V.apply_view(images, u, dataclasses.replace(PLAIN, blur=1.0), size)
-    assert torch.equal(derived, V.apply_view(images, u, dataclasses.replace(PLAIN, blur=1.0, blur_kernel=kernel), size))
+    blurred = V.apply_view(images, u, dataclasses.replace(PLAIN, blur=1.0), size)
+    x, sigma = V.apply_view(images, u, PLAIN, size), ops.between(u, "sigma", *PLAIN.blur_sigma)
+    assert torch.equal(blurred, ops.normalise_channels(ops.blur(x, sigma, kernel), PLAIN.mean, PLAIN.std))
 
 
 # ---------------------------------------------------------------- the whole view
@@ -309,7 +310,7 @@ def test_autocast_does_not_reach_the_views() -> None:
 
 CHANGES = {
     "crop_scale": (0.5, 0.8), "crop_ratio": (1.0, 1.0), "interpolation": "bicubic", "padding": 4, "flip": 0.1,
-    "blur_sigma": (1.0, 1.5), "blur_kernel": 3, "mean": (0.1, 0.2, 0.3), "std": (0.5, 0.5, 0.5),
+    "blur_sigma": (1.0, 1.5), "mean": (0.1, 0.2, 0.3), "std": (0.5, 0.5, 0.5),
 }  # fmt: skip
 
 
@@ -356,8 +357,6 @@ def test_errors_name_the_value() -> None:
     images = torch.from_numpy(photos(2, 16))
     with pytest.raises(UserError, match="did you mean 'lump'"):
         V.named_views("lumpp", 32)
-    with pytest.raises(UserError, match="kernel of 41"):
-        V.apply_view(images, uniforms(2), View(blur=0.5, blur_kernel=41), 16)
     with pytest.raises(UserError, match="padded by 2"):
         V.apply_view(images, uniforms(2), View(padding=2), 32)
     with pytest.raises(ValueError, match="uint8"):

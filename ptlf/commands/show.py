@@ -55,7 +55,7 @@ def list_members(what: str | None) -> str:
         "optimizers": summaries(OPTIMIZERS),
         "probes": summaries(PROBES),
         "trackers": summaries(TRACKERS),
-        "views": {name: " ".join((make.__doc__ or "").split()) for name, make in VIEWS.items()},
+        "views": {name: about for name, (about, _) in VIEWS.items()},
         "recipes": dict.fromkeys(recipe_names(), ""),
     }
     if what is not None and what not in families:

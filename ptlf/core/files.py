@@ -4,6 +4,7 @@ import errno
 import fcntl
 import hashlib
 import os
+import shutil
 import socket
 import sys
 import time
@@ -72,21 +73,22 @@ def file_digest(file: Path, algorithm: str = "sha256", advance: Callable[[int], 
 def cached_text(function: str, *arguments: str | None) -> str:
     """What MODULE:FUNCTION says about members and settings, which imports torch. The text is kept in the user's cache
     folder until a file of ptlf changes. Where other packages or the running program may add members it is made anew."""
-    module, _, name = function.partition(":")
     own = "torch" not in sys.modules and not any(group.startswith("ptlf.") for group in entry_points().groups)
-    files = [(str(file), file.stat()) for file in sorted(Path(__file__).parents[1].rglob("*.py"))] if own else []
-    stamps = repr([(file, found.st_mtime_ns, found.st_size) for file, found in files]).encode(errors="replace")
-    first = f"{hashlib.sha256(stamps, usedforsecurity=False).hexdigest()}\n"
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "ptlf-help")
+    files = sorted((str(file), file.stat().st_mtime_ns) for file in Path(__file__).parents[1].rglob("*.py"))
+    version = hashlib.sha256(repr(files).encode(errors="replace"), usedforsecurity=False).hexdigest()
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "ptlf-help", version)
+    module, _, name = function.partition(":")
     path = cache / "-".join([name, *filter(None, arguments)])
-    with suppress(OSError, UnicodeDecodeError):
-        if own and (kept := path.read_text(encoding="utf-8")).startswith(first):
-            return kept.removeprefix(first)
+    with suppress(OSError):
+        if own:
+            return path.read_text(encoding="utf-8")
     text: str = getattr(import_module(module), name)(*arguments)
     with suppress(OSError, UserError):  # a home that cannot be written to
         if own:
+            if not cache.exists():
+                shutil.rmtree(cache.parent, ignore_errors=True)  # texts of other versions
             cache.mkdir(parents=True, exist_ok=True)
-            write_whole(path, first + text)
+            write_whole(path, text)
     return text
 
 

@@ -41,15 +41,3 @@ def seeded(seed: int, name: str, device: torch.device | None = None) -> Iterator
     with torch.random.fork_rng(devices=gpus):
         torch.manual_seed(derived_seed(seed, name))
         yield
-
-
-def global_state(device: torch.device) -> dict[str, torch.Tensor]:
-    """State of torch's global generators, from which dropout and the like draw."""
-    state = {"cpu": torch.get_rng_state()}
-    return {**state, "cuda": torch.cuda.get_rng_state(device)} if device.type == "cuda" else state
-
-
-def set_global_state(state: Mapping[str, torch.Tensor], device: torch.device) -> None:
-    torch.set_rng_state(state["cpu"])
-    if device.type == "cuda" and "cuda" in state:
-        torch.cuda.set_rng_state(state["cuda"], device)

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from ptlf.core.errors import UserError
 from ptlf.core.settings import Presets, key
+from ptlf.freezing.recording import unchanged
 
 
 @dataclass
@@ -80,11 +81,8 @@ def feature_dim(encoder: nn.Module, image_size: int) -> int:
         return declared
     parameter = next(encoder.parameters())
     image = torch.zeros(2, 3, image_size, image_size, device=parameter.device, dtype=parameter.dtype)
-    was_training = encoder.training
-    encoder.eval()
-    with torch.no_grad():
-        features = encoder(image)
-    encoder.train(was_training)
+    with unchanged(encoder), torch.no_grad():
+        features = encoder.eval()(image)
     if not isinstance(features, Tensor) or features.ndim != 2:
         given = f"a tensor {tuple(features.shape)}" if isinstance(features, Tensor) else type(features).__name__
         raise UserError(f"an encoder must map images to vectors (B, dim); {type(encoder).__name__} gives {given}")

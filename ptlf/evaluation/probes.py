@@ -112,12 +112,18 @@ class KnnClass(KnnTask):
     forward = False
 
 
-def knn_predict(bank: Tensor, bank_labels: Tensor, queries: Tensor, *, k: int, temperature: float) -> Tensor:
-    """Labels (Q,) predicted for queries (Q, D) from the k vectors of the bank (N, D) with the largest cosine."""
+def knn_predict(
+    bank: Tensor, bank_labels: Tensor, queries: Tensor, *, k: int, temperature: float, among_others: bool = False
+) -> Tensor:
+    """Labels (Q,) predicted for queries (Q, D) from the k vectors of the bank (N, D) with the largest cosine.
+    among_others: the queries are the bank, and each is predicted from the others."""
     bank, queries = F.normalize(bank, dim=1), F.normalize(queries, dim=1)
     classes, predicted = int(bank_labels.max()) + 1, []
-    for part in queries.split(CHUNK):
-        similarity, nearest = (part @ bank.T).topk(k, dim=1)  # (CHUNK, k)
+    for start, part in zip(range(0, len(queries), CHUNK), queries.split(CHUNK), strict=True):
+        similarity = part @ bank.T
+        if among_others:
+            similarity.diagonal(start).fill_(-torch.inf)
+        similarity, nearest = similarity.topk(k, dim=1)  # (CHUNK, k)
         votes = torch.zeros(len(part), classes, dtype=similarity.dtype, device=similarity.device)
         weights = ((similarity - similarity[:, :1]) / temperature).exp()  # relative to the nearest: exp overflows
         votes.scatter_add_(1, bank_labels[nearest], weights)

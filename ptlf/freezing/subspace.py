@@ -286,14 +286,13 @@ def passes(units: Sequence[Unit]) -> Iterator[list[Unit]]:
     if units and (device := units[0].weights[0].device).type == "cuda":
         room = max(room, torch.cuda.mem_get_info(device)[0] // 8)
     group: list[Unit] = []
+    held = 0
     for unit in units:
-        if group and sum(map(gram_bytes, [*group, unit])) > room:
+        needed = sum(8 * groups(part) * fan_in(part) ** 2 for part in parts(unit.layer))
+        if group and held + needed > room:
             yield group
-            group = []
+            group, held = [], 0
         group.append(unit)
+        held += needed
     if group:
         yield group
-
-
-def gram_bytes(unit: Unit) -> int:
-    return sum(8 * groups(part) * fan_in(part) ** 2 for part in parts(unit.layer))

@@ -56,15 +56,12 @@ class PreviousModel(Teacher):
             if unit.name not in freezer.frozen or freezer.batch_statistics:
                 continue
             copies = {module: self.encoder.get_submodule(paths[module]) for module in (unit.layer, *unit.norms)}
-            if all(same_state(module, copy) for module, copy in copies.items()):
+            states = ((module.state_dict().values(), copy.state_dict().values()) for module, copy in copies.items())
+            if all(all(map(torch.equal, own, other)) for own, other in states):
                 norms = [copies[norm] for norm in unit.norms]
                 self.held += [EvalMode(norm) for norm in norms if getattr(norm, "running_mean", None) is not None]
         for patch in self.held:
             patch.attach()
-
-
-def same_state(module: nn.Module, copy: nn.Module) -> bool:
-    return all(map(torch.equal, module.state_dict().values(), copy.state_dict().values()))
 
 
 @dataclass

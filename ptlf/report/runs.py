@@ -25,7 +25,6 @@ Key = TypeVar("Key", int, tuple[int, int])
 # Computed from what the record says, see `RunRecord.value`.
 LATER_KEPT = ("cost", "later_kept_bytes")
 LATER_PEAK = ("cost", "later_peak_memory_bytes")
-STEADY_LEARNING = ("cost", "steady_learning_seconds")
 FEATURES = {"effective_rank": "effective rank", "spread": "spread"}  # what is measured of them without labels
 FALLEN = 0.5  # times the best value: below that it is told
 # Of gallery.json.

@@ -48,7 +48,7 @@ from ptlf.training.arithmetic import choose_arithmetic
 from ptlf.training.distributed import broadcast_and_sync_bn
 from ptlf.training.engine import choose_engine, make_accelerator
 from ptlf.training.optimizers import OPTIMIZERS
-from ptlf.training.trainer import Trainer, TrainingConfig, check_batch, check_warmup
+from ptlf.training.trainer import Trainer, TrainingConfig, check_batch
 from ptlf.views import View, draw, make_views, named_views, normalise
 
 BATCH = 256  # images per forward of those that fill the memory
@@ -246,8 +246,7 @@ def make_freezing(config: Config, trainer: Trainer, generator: torch.Generator) 
         raise UserError(f"{lacking}; use --freezing.policy none")
     savings = None
     if policy.needs_savings:
-        low = trainer.model.dtype is torch.bfloat16
-        with torch.autocast(trainer.device.type, dtype=torch.bfloat16, enabled=low):
+        with trainer.model.autocast(trainer.device):
             savings = processes.broadcast_object(measure_savings(encoder, freezer.units, example))
     schedule = FreezeSchedule(settings.initial, settings.final, config.training.epochs, settings.shape)
     if policy.freezes and schedule.most(len(freezer.units)) == 0:
@@ -345,8 +344,6 @@ def make_checked_stream(config: Config, folder: Path | None, given: Stream | Non
         if stream and stream.arrived:
             check_grows(config)
     with refused:
-        check_warmup(config.training)
-    with refused:
         sizes = [len(task.train) for task in stream.tasks] if stream else expected_sizes(as_dict(config))
         check_batch(config.training, sizes, stream.arrived if stream else 0)
     refused.end()
@@ -357,7 +354,7 @@ def make_checked_stream(config: Config, folder: Path | None, given: Stream | Non
 def contradictions(config: Config, stream: Stream | None) -> Iterator[str]:
     """Settings that do not go together. stream: None where it cannot be made."""
     objective, method = OBJECTIVES.find(config.objective.name), METHODS.find(config.method.name)
-    initial, final = config.freezing.initial, config.freezing.final
+    initial, final, training = config.freezing.initial, config.freezing.final, config.training
     if initial > final:
         shares = f"freezing.initial is {initial}, more than freezing.final, {final}"
         yield f"{shares}; what is frozen stays frozen, so the share can only rise"
@@ -368,3 +365,5 @@ def contradictions(config: Config, stream: Stream | None) -> Iterator[str]:
     if stream and objective.needs_labels and stream.data.folders == "tasks":
         lacking = f"objective {config.objective.name!r} needs labels, and a folder per task has none"
         yield f"{lacking}; choose another objective"
+    if training.warmup >= training.epochs:
+        yield f"training.warmup is {training.warmup} epochs, but a task has only {training.epochs}; lower it"

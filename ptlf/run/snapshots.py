@@ -21,7 +21,6 @@ import ptlf
 from ptlf.core import processes
 from ptlf.core.errors import UserError, short_repr, warn
 from ptlf.core.files import write_whole
-from ptlf.core.randomness import global_state, set_global_state
 from ptlf.core.settings import as_dict
 from ptlf.encoders import ENCODERS
 from ptlf.encoders.weights import KEY
@@ -103,6 +102,9 @@ class Snapshots:
     def state_dict(self) -> dict[str, Any]:
         """All that has changed since the run was built, as plain values and tensors."""
         parts, progress = self.components, self.progress
+        drawn = {"cpu": torch.get_rng_state()}  # from which dropout and the like draw
+        if parts.device.type == "cuda":
+            drawn["cuda"] = torch.cuda.get_rng_state(parts.device)
         return {
             "position": vars(progress.position),
             "ended": progress.task_learnt,
@@ -112,7 +114,7 @@ class Snapshots:
             **optimizer_state(parts.trainer.optimizer, self.parameter_names()),
             "freezing": parts.freezing.state_dict(),
             "random": parts.random.state_dict(),
-            "torch_random": global_state(parts.device),
+            "torch_random": drawn,
             "epoch_state": vars(progress.epoch_state) if progress.epoch_state else None,
             "clock": dict(self.clock.seconds),
             "looks": parts.gallery.looks if parts.gallery else {},
@@ -131,7 +133,9 @@ class Snapshots:
         load_optimizer_state(parts.trainer.optimizer, state, self.parameter_names())
         parts.freezing.load_state_dict(state["freezing"])
         parts.random.load_state_dict(state["random"])
-        set_global_state(state["torch_random"], parts.device)
+        torch.set_rng_state(state["torch_random"]["cpu"])
+        if parts.device.type == "cuda" and "cuda" in state["torch_random"]:
+            torch.cuda.set_rng_state(state["torch_random"]["cuda"], parts.device)
         if epoch is not None:
             losses = {name: values.to(parts.device) for name, values in epoch["losses"].items()}
             progress.epoch_state = EpochState(**{**epoch, "losses": losses})

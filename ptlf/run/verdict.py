@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -11,6 +12,7 @@ from torch.nn import functional as F
 
 from ptlf.encoders import brings_weights
 from ptlf.evaluation.metrics import spaced
+from ptlf.evaluation.probes import knn_predict
 from ptlf.run.build import labelled_images, make_stream
 from ptlf.run.config import Config
 from ptlf.run.folder import START, restore_encoder
@@ -76,15 +78,8 @@ def judge(name: str, images: Images, now: LoadedEncoder, start: LoadedEncoder, s
 
 def neighbours_agree(x: Tensor, labels: Tensor, k: int) -> Tensor:
     """Whether each row's nearest other rows, by cosine, name its label (N,), 0 or 1."""
-    x, votes = F.normalize(x.float(), dim=1), []
-    k = min(k, len(x) - 1)
-    for part in torch.arange(len(x)).split(BATCH):
-        similarity = x[part] @ x.T
-        similarity[torch.arange(len(part)), part] = -torch.inf
-        near, places = similarity.topk(k, 1)
-        counts = torch.zeros(len(part), int(labels.max()) + 1)
-        votes.append(counts.scatter_add_(1, labels[places], (near / TEMPERATURE).exp()).argmax(1))
-    return (torch.cat(votes) == labels).double()
+    how: dict[str, Any] = {"k": min(k, len(x) - 1), "temperature": TEMPERATURE, "among_others": True}
+    return (knn_predict(x.float(), labels, x.float(), **how) == labels).double()
 
 
 @torch.no_grad()

@@ -3,7 +3,7 @@
 import contextlib
 import copy
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -78,7 +78,9 @@ def fastest(candidates: list[tuple[bool, bool]], encoder: nn.Module, size: int, 
     """By the shortest of some forwards and backwards of a copy of the encoder, on noise: the processor's time of one
     thread, so that other work on the machine does not decide."""
     plain = Arithmetic(*candidates[0])
-    with contextlib.suppress(Exception), torch.random.fork_rng(devices=[]), one_thread():
+    with contextlib.suppress(Exception), torch.random.fork_rng(devices=[]), contextlib.ExitStack() as threads:
+        threads.callback(torch.set_num_threads, torch.get_num_threads())
+        torch.set_num_threads(1)
         with FlopCounterMode(display=False) as counter:
             copy.deepcopy(encoder).to("meta")(torch.empty(2, 3, size, size, device="meta"))
         if not 2 * MIN_FLOPS <= counter.get_total_flops() <= 2 * MAX_FLOPS:
@@ -86,25 +88,14 @@ def fastest(candidates: list[tuple[bool, bool]], encoder: nn.Module, size: int, 
         encoders = {each: copy.deepcopy(encoder).train() for each in candidates}
         once = min(pass_seconds(encoders[candidates[0]], *candidates[0], 2, size) for _ in range(2))
         images = min(batch, 16, max(2, round(2 * SECONDS / once)))
-        seconds = {each: float("inf") for each in candidates}
-        for _ in range(1 + ROUNDS):  # the first warms up, and is never the shortest
-            for each, module in encoders.items():
-                seconds[each] = min(seconds[each], pass_seconds(module, *each, images, size))
-        share = {each: taken / seconds[candidates[0]] for each, taken in seconds.items()}
-        limit = CANDIDATES[candidates[0]]
-        best = min(candidates, key=lambda each: share[each] / CANDIDATES[each] * limit)
+        # The first round warms up, and is never the shortest.
+        rounds = range(1 + ROUNDS)
+        taken = [[pass_seconds(encoders[each], *each, images, size) for each in candidates] for _ in rounds]
+        shortest = [min(seconds) for seconds in zip(*taken, strict=True)]
+        share = {each: seconds / shortest[0] for each, seconds in zip(candidates, shortest, strict=True)}
+        best = min(candidates, key=lambda each: share[each] / CANDIDATES[each])
         return Arithmetic(*best, {describe_arithmetic(*each): round(value, 2) for each, value in share.items()})
     return plain  # an encoder that cannot be copied, or takes no such images
-
-
-@contextlib.contextmanager
-def one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)
 
 
 def pass_seconds(encoder: nn.Module, bf16: bool, channels_last: bool, images: int, size: int) -> float:

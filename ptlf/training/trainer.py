@@ -195,7 +195,8 @@ class Trainer:
                 uniforms = draw(len(chosen), generator, 1)
                 spec = (self.view_specs[view % kinds],)
                 (made,) = make_views(self.source.gather(chosen), uniforms, spec, self.view_size)
-                return self.model.prefix_output(self.in_layout(made))
+                with self.model.autocast(made.device):
+                    return prefix(self.in_layout(made))
 
             self.model.train()
             self.kept = KeptViews.make(key, indices, self.config.keep_views // kinds * kinds, encode, phase)
@@ -346,11 +347,6 @@ def set_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
     for group in optimizer.param_groups:
         scaled, lr = rate * group.get("scale", 1.0), group["lr"]
         group["lr"] = lr.fill_(scaled) if isinstance(lr, Tensor) else scaled
-
-
-def check_warmup(config: TrainingConfig) -> None:
-    if config.warmup >= config.epochs:
-        raise UserError(f"training.warmup is {config.warmup} epochs, but a task has only {config.epochs}; lower it")
 
 
 def check_batch(config: TrainingConfig, sizes: list[int], arrived: int = 0) -> None:

@@ -47,7 +47,6 @@ class View:
     grey: float = 0.0  # probability
     blur: float = 0.0  # probability
     blur_sigma: Pair = (0.1, 2.0)  # pixels
-    blur_kernel: int | None = None  # taps; None: size // 20 * 2 + 1
     solarise: float = 0.0  # probability
     mean: Triple = CIFAR_MEAN
     std: Triple = CIFAR_STD
@@ -73,7 +72,7 @@ def apply_view(images: Tensor, u: Tensor, view: View, size: int) -> Tensor:
         x = jitter(x, u, view)
     if view.grey:
         x = torch.where(happens(u, "grey", view.grey)[:, None, None, None], luma(x), x)
-    kernel = size // 20 * 2 + 1 if view.blur_kernel is None else view.blur_kernel
+    kernel = size // 20 * 2 + 1  # taps
     if view.blur and kernel > 1:
         blurred = blur(x, between(u, "sigma", *view.blur_sigma), kernel)
         x = torch.where(happens(u, "blur", view.blur)[:, None, None, None], blurred, x)
@@ -299,8 +298,6 @@ def blur(x: Tensor, sigma: Tensor, kernel: int) -> Tensor:
 def blur_matrix(sigma: Tensor, size: int, kernel: int) -> Tensor:
     """(B, size, size): row i holds the taps around pixel i; taps beyond an edge are added to their mirror pixel."""
     radius = kernel // 2
-    if radius >= size:
-        raise UserError(f"a blur kernel of {kernel} does not fit images of {size} px: lower blur_kernel")
     distance = torch.arange(radius + 2, device=sigma.device)
     taps = torch.exp(-0.5 * (distance / sigma[:, None]) ** 2) * (distance <= radius)  # (B, radius + 2), the last tap 0
     taps = taps / (2 * taps.sum(dim=1, keepdim=True) - 1)

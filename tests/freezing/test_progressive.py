@@ -129,8 +129,6 @@ def test_states_in_the_middle_of_a_task_keep_its_schedule():
     assert second.freezer.frozen == first.freezer.frozen == ("0", "1")
     assert second.log == first.log != expected["log"]
     assert state == expected
-    second.load_state_dict({name: value for name, value in state.items() if name != "stays"})  # of an older version
-    assert second.keep_frozen == []
 
 
 def test_freezing_settings_that_are_no_more_are_refused():
