@@ -317,8 +317,10 @@ class Learner:
         """Whether the run has finished. One that cannot learn another task is refused."""
         check_grows(self.config)
         check_arrived(self.folder)
+        saved = Checkpoints(self.folder, self.config.checkpoint)
+        saved.check_version()
         finished = has_finished(self.folder)
-        if finished and not Checkpoints(self.folder, self.config.checkpoint).files():
+        if finished and not saved.files():
             raise UserError(f"{self.folder} holds no checkpoint of its last task, and cannot continue without it")
         return finished
 

@@ -108,6 +108,6 @@ class ProgressiveFreezing:
         """Load weights and optimizer first."""
         self.freezer.load_state_dict(state)
         self.active, self.context.ratios, self.log = state["active"], state["ratios"], deepcopy(list(state["log"]))
-        self.keep_frozen = list(state["stays"])
+        self.keep_frozen = list(state.get("stays", []))  # older states have none
         if state["savings"]:  # as they were: another machine may train in another precision
             self.context.savings = {name: Saving(**saving) for name, saving in state["savings"].items()}

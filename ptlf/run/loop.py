@@ -107,7 +107,7 @@ class Run:
         if known < len(self.stream.tasks):
             untrained, features = self.evaluator.test_untrained(known), self.evaluator.measure_untrained(known)
             self.evaluator.look("before")
-        elif gallery and gallery.sha256 != state["looks_sha256"]:  # its looks are of other images
+        elif gallery and gallery.sha256 != state.get("looks_sha256"):  # its looks are of other images
             self.evaluator.look("before")
         looked = bool(gallery and gallery.looks)
         self.snapshots.load_state_dict(state)

@@ -136,6 +136,12 @@ class Checkpoints:
             return state
         return None
 
+    def check_version(self) -> None:
+        """Refuse to resume from a checkpoint of another version of ptlf, by the newest file's first bytes."""
+        for path in self.files()[-1:]:
+            with open(path, "rb") as file:
+                check_magic(path, file.read(len(MAGIC)))
+
     def files(self) -> list[Path]:
         """Oldest first."""
         found = [(Position.of_file(path.name), path) for path in self.folder.glob("*.ckpt")]
@@ -188,13 +194,17 @@ def read_checkpoint(path: Path) -> dict[str, Any]:
 
     with open(path, "rb") as file:
         head, data = file.read(len(MAGIC) + 65), file.read()
-    if re.match(KIND + rb"\d+ ", head) and not head.startswith(MAGIC):
-        raise UserError(f"{path} is a checkpoint of another version of ptlf; resume with that version")
+    check_magic(path, head)
     if head != first_line(data):
         raise DamagedCheckpoint("its checksum is wrong")
     tensors = load(data)
     header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
     return restored(json.loads(header["__metadata__"]["state"]))
+
+
+def check_magic(path: Path, head: bytes) -> None:
+    if re.match(KIND + rb"\d+ ", head) and not head.startswith(MAGIC):
+        raise UserError(f"{path} is a checkpoint of another version of ptlf; resume with that version")
 
 
 def optimizer_state(optimizer: Optimizer, names: Mapping[Tensor, str]) -> dict[str, Any]:
@@ -209,12 +219,13 @@ def optimizer_state(optimizer: Optimizer, names: Mapping[Tensor, str]) -> dict[s
 
 
 def load_optimizer_state(optimizer: Optimizer, state: Mapping[str, Any], names: Mapping[Tensor, str]) -> None:
-    """Into an optimizer as it was made."""
-    known = {names[parameter]: parameter for group in optimizer.param_groups for parameter in group["params"]}
+    """Into an optimizer as it was made. Older checkpoints have numbers for names, and no groups."""
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    known = {str(number): p for number, p in enumerate(parameters)} | {names[p]: p for p in parameters}
     optimizer.state.clear()
     for name, values in state["optimizer"].items():
         optimizer.state[known[name]] = {part: like(known[name], value) for part, value in values.items()}
-    for group, values in zip(optimizer.param_groups, state["optimizer_groups"], strict=True):
+    for group, values in zip(optimizer.param_groups, state.get("optimizer_groups") or (), strict=False):
         for name, value in values.items():
             if isinstance(old := group.get(name), Tensor):
                 old.copy_(value)  # in place: a captured step reads the tensor it saw
