@@ -12,6 +12,7 @@ from paper_runs import paper_results
 from benchmarks.pretrained import gain
 from benchmarks.pretrained import table as given_table
 from benchmarks.pretrained_picture import points
+from ptlf.report.intervals import interval
 from ptlf.report.runs import LATER_KEPT, RunRecord
 from reproduction.page import DIFFERENCES, differences, figure
 from reproduction.tables import METHODS, OBJECTIVES, TABLES
@@ -229,6 +230,17 @@ def test_a_step_on_a_cpu() -> None:
     of = {name: f"{made['resnet18', name]['step_ms'] / whole:.2f}" for name in names if "frozen" in name}
     first, more, middle = of.values()
     says(SAVINGS, f"frozen it takes {first} of that in bf16, with the first 12 {more}, with the middle 8 {middle}.")
+
+
+def test_bf16_costs_no_accuracy_on_a_cpu() -> None:
+    pairs = [[kept(f"bf16/{way}-seed{seed}")[0] for way in ("bf16", "fp32")] for seed in range(5)]
+    for low, full in pairs:
+        assert (low["environment"]["precision"], full["environment"]["precision"]) == ("bf16", "fp32")
+        assert low["seed"] == full["seed"]
+    for probe in ("knn_task", "knn_class"):
+        low, full = ([run["probes"][probe]["accuracy"] for run in runs] for runs in zip(*pairs, strict=True))
+        both = interval([a - b for a, b in zip(low, full, strict=True)])
+        says(SAVINGS, f"{both.mean:+.2f} ± {both.half:.2f} points of `{probe}`")
 
 
 def test_what_freezing_saves() -> None:

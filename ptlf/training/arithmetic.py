@@ -85,12 +85,12 @@ def fastest(candidates: list[tuple[bool, bool]], encoder: nn.Module, size: int, 
             copy.deepcopy(encoder).to("meta")(torch.empty(2, 3, size, size, device="meta"))
         if not 2 * MIN_FLOPS <= counter.get_total_flops() <= 2 * MAX_FLOPS:
             return plain
-        encoders = {each: copy.deepcopy(encoder).train() for each in candidates}
-        once = min(pass_seconds(encoders[candidates[0]], *candidates[0], 2, size) for _ in range(2))
+        encoder = copy.deepcopy(encoder).train()
+        once = min(pass_seconds(encoder, *candidates[0], 2, size) for _ in range(2))
         images = min(batch, 16, max(2, round(2 * SECONDS / once)))
         # The first round warms up, and is never the shortest.
         rounds = range(1 + ROUNDS)
-        taken = [[pass_seconds(encoders[each], *each, images, size) for each in candidates] for _ in rounds]
+        taken = [[pass_seconds(encoder, *each, images, size) for each in candidates] for _ in rounds]
         shortest = [min(seconds) for seconds in zip(*taken, strict=True)]
         share = {each: seconds / shortest[0] for each, seconds in zip(candidates, shortest, strict=True)}
         best = min(candidates, key=lambda each: share[each] / CANDIDATES[each])
@@ -101,7 +101,7 @@ def fastest(candidates: list[tuple[bool, bool]], encoder: nn.Module, size: int, 
 def pass_seconds(encoder: nn.Module, bf16: bool, channels_last: bool, images: int, size: int) -> float:
     layout = torch.channels_last if channels_last else torch.contiguous_format
     noise = torch.randn(images, 3, size, size).contiguous(memory_format=layout)
-    encoder.to(memory_format=layout)  # type: ignore[call-overload]
+    encoder.to(memory_format=layout).zero_grad()  # type: ignore[call-overload]
     started = time.thread_time()
     with torch.autocast("cpu", torch.bfloat16, bf16):
         output = encoder(noise)
