@@ -96,11 +96,10 @@ class Cassle(Method[CassleConfig]):
         vectors = self.vectors(model, batch)
         losses = {"ssl": model.compare(vectors, batch) if self.distills else model.loss(vectors, batch)}
         if self.task > 0:
-            old, unit = (
-                self.vectors(model, batch, self.previous),
-                self.distills and model.objective.distills_unit_vectors,
-            )
-            predicted = each_view(self.predictor, [F.normalize(v, dim=1) for v in vectors] if unit else vectors)
+            old = self.vectors(model, batch, self.previous)
+            if self.distills and model.objective.distills_unit_vectors:
+                vectors = [F.normalize(vector, dim=1) for vector in vectors]
+            predicted = each_view(self.predictor, vectors)
             distilled = model.objective.distill if self.distills else partial(mean_over_views, negative_cosine)
             losses["distill"] = self.config.weight * distilled(predicted, old)
         return losses
