@@ -112,3 +112,7 @@ def show_messages() -> None:
     logger.setLevel(logging.INFO)
     if not any(isinstance(handler, MessageHandler) for handler in logger.handlers):
         logger.addHandler(MessageHandler())
+
+
+if __name__ == "__main__":  # else `python -m ptlf.cli` would do nothing, silently
+    sys.exit(main())

@@ -79,7 +79,7 @@ def cached_text(function: str, *arguments: str | None) -> str:
     cache = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "ptlf-help", version)
     module, _, name = function.partition(":")
     path = cache / "-".join([name, *filter(None, arguments)])
-    with suppress(OSError):
+    with suppress(OSError, UnicodeDecodeError):
         if own:
             return path.read_text(encoding="utf-8")
     text: str = getattr(import_module(module), name)(*arguments)

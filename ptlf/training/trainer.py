@@ -51,7 +51,9 @@ class TrainingConfig:
         "encoder's arithmetic; auto = bf16 if the GPU can; on a CPU, what is fastest",
         choices=("auto", "fp32", "bf16"),
     )
-    channels_last: bool | None = key(None, "memory layout of images and convolutions; null = as `auto` finds")
+    channels_last: bool | None = key(
+        None, "memory layout of images and convolutions; null = on a GPU, and where `auto` finds it faster"
+    )
     engine: str = key("auto", "how the step is run; auto = captured on a GPU, else eager", choices=ENGINES)
 
 

@@ -30,11 +30,14 @@ def test_a_text_is_made_anew_where_it_may_differ(tmp_path: Path, monkeypatch: py
     assert texts("a", "a", None, None, "a") == ["3 of a", "3 of a", "4 of None", "4 of None", "3 of a"]
     (tmp_path / "ptlf" / "more.py").write_text("changed = 1")
     assert texts("a", "a") == ["5 of a", "5 of a"]
+    (kept,) = (tmp_path / "cache").rglob("text-a")
+    kept.write_bytes(b"\xff")  # damaged
+    assert texts("a", "a") == ["6 of a", "6 of a"]
     monkeypatch.setenv("XDG_CACHE_HOME", "/proc/nowhere")  # cannot be written to
-    assert texts("a", "a") == ["6 of a", "7 of a"]
+    assert texts("a", "a") == ["7 of a", "8 of a"]
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(files, "entry_points", lambda: SimpleNamespace(groups={"ptlf.probes"}))
-    assert texts("a", "a") == ["8 of a", "9 of a"]
+    assert texts("a", "a") == ["9 of a", "10 of a"]
 
 
 def test_the_second_list_imports_no_torch(tmp_path: Path) -> None:
@@ -46,6 +49,6 @@ def test_the_second_list_imports_no_torch(tmp_path: Path) -> None:
         for env in (before, poisoned)
     )
     assert "simsiam" in first.stdout and second.stdout == first.stdout, second.stderr
-    for help_of in ("", "learn", "data pack"):
-        words = [sys.executable, "-m", "ptlf", *help_of.split(), "--help"]
+    for module, help_of in (("ptlf", ""), ("ptlf", "learn"), ("ptlf", "data pack"), ("ptlf.cli", "")):
+        words = [sys.executable, "-m", module, *help_of.split(), "--help"]
         assert "usage: ptlf" in subprocess.run(words, capture_output=True, text=True, env=poisoned).stdout
