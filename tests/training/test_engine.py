@@ -633,7 +633,8 @@ def moved(run: Run, other: Run) -> float:
 @pytest.mark.parametrize(("objective", "method"), PAIRS)
 def test_every_objective_and_method_can_be_captured(tiny, objective: str, method: str) -> None:
     """A captured run has the losses of an eager one, and its weights end where that one's do."""
-    lr = 0.01 if objective == "vicreg" else 0.05  # at 0.05 VICReg's end is another one if weights begin 1e-6 apart
+    sensitive = objective == "vicreg" or (objective, method) == ("barlow_twins", "cassle")
+    lr = 0.01 if sensitive else 0.05  # at 0.05 their losses end 4 % apart if weights begin 1e-6 apart
     settings = {"method__name": method, "training__epochs": 4, "training__lr": lr, "device": "cuda"}
     settings |= {"stream__groups": [[0, 1], [2, 3], [4, 5]], "training__last_batch": "drop"}
     if method == "pnn":
