@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from paper_runs import paper_results
 
+from benchmarks.evidence import table as evidence_table
 from benchmarks.pretrained import gain
 from benchmarks.pretrained import table as given_table
 from benchmarks.pretrained_picture import points
@@ -437,3 +438,8 @@ def test_a_transformer_in_small() -> None:
     start, pixels = (f"{100 * statistics.fmean(run[name]['knn']):.1f} %" for name in ("start", "pixels"))
     says(PRETRAINED, f"gains {gained} points on the digits 5 to 9 from {start}, and changes by {changed}")
     says(PRETRAINED, f"raw pixels have {pixels}")
+
+
+def test_the_table_of_small_runs_is_that_of_their_records() -> None:
+    lines = (ROOT / "results/evidence/split-cifar10-mini.jsonl").read_text().splitlines()
+    assert table(RESULTS, "| small runs |") == evidence_table([json.loads(line) for line in lines])
