@@ -27,8 +27,8 @@ bench-cpu: install  ## a training step on this CPU beside plain PyTorch, in minu
 	$(BIN)/python benchmarks/cpu.py
 
 lint: $(VENV)/.test-installed  ## style and types
-	$(BIN)/ruff check ptlf tests reproduction benchmarks docs/*.py
-	$(BIN)/ruff format --check ptlf tests reproduction benchmarks docs/*.py
+	$(BIN)/ruff check ptlf tests reproduction benchmarks docs/*.py examples/*.py
+	$(BIN)/ruff format --check ptlf tests reproduction benchmarks docs/*.py examples/*.py
 	$(BIN)/mypy
 
 test: lint  ## lint, types and all tests
