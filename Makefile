@@ -4,7 +4,7 @@ BIN    := $(VENV)/bin
 # As a path, not an import hook: a folder named ptlf beside a script (this clone, say) would go before the hook.
 PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt --config-settings editable_mode=compat
 
-.PHONY: run bench-cpu test check test-gpu faults reproduce docs install lint package clean help
+.PHONY: run bench-cpu test check test-gpu test-oldest faults reproduce docs install lint package clean help
 
 help:      ## what there is to make
 	@grep -hE '^[a-z-]+: .*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## */  /'
@@ -40,6 +40,12 @@ check: lint  ## lint, types and the quick tests, in about a minute
 test-gpu: $(VENV)/.test-installed  ## the tests that run on a GPU
 	$(BIN)/pytest -m gpu
 
+test-oldest: pyproject.toml  ## the quick tests with the oldest PyTorch that is supported, in .venv-oldest
+	test -x .venv-oldest/bin/python || $(PYTHON) -m venv .venv-oldest
+	grep -v '^torch==' constraints.txt > .venv-oldest/constraints.txt
+	.venv-oldest/bin/python -m pip install --quiet --disable-pip-version-check -c .venv-oldest/constraints.txt 'torch==2.10.*' -e '.[test]'
+	.venv-oldest/bin/pytest -n auto --maxprocesses 8 --dist worksteal -m "not slow"
+
 reproduce: install  ## the paper's tables with ours, from the runs that are there: TABLE=all
 	$(BIN)/python -m reproduction $(or $(TABLE),all) --show
 
@@ -55,4 +61,4 @@ package: $(VENV)/.test-installed  ## wheel and sdist, into dist/
 	rm -rf build
 
 clean:  ## remove what `make` made
-	rm -rf $(VENV) site .pytest_cache .mypy_cache .ruff_cache *.egg-info build dist
+	rm -rf $(VENV) .venv-oldest site .pytest_cache .mypy_cache .ruff_cache *.egg-info build dist
