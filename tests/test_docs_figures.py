@@ -403,6 +403,12 @@ def test_from_nothing() -> None:
     expected = [[f"{100 * statistics.fmean(row[test]):.1f}" for test in ("knn", "linear")] for row in rows]
     assert [row[1:] for row in table(PRETRAINED, "| encoder | kNN, %")] == expected
     better, colours = (gain([vicreg], before, "end", "knn") for before in ("start", "colours"))
+    sources = [("nothing_vicreg_ptlf", part) for part in ("start", "pixels", "colours")]
+    sources += [(name, "end") for name in ("nothing", "nothing_vicreg_finetune", "nothing_vicreg_ptlf")]
+    for row, (name, part) in zip(table(PRETRAINED, "| on a GPU, from nothing |"), sources, strict=True):
+        files = [GIVEN / "from-nothing" / f"{name}-{domain}-seed0.json" for domain in ("photos", "letters", "cells")]
+        ends = [json.loads(file.read_text())[part] for file in files]
+        assert row[1:] == [" / ".join(f"{100 * statistics.fmean(end[test]):.1f}" for test in end) for end in ends]
     says(PRETRAINED, f"by {better.lstrip('+')} points, and no better than colours ({colours})")
 
 

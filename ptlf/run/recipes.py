@@ -59,9 +59,8 @@ VARIANTS: Mapping[str, Mapping[str, Any]] = {  # methods with freezing; other ke
     "layerwise": {"method": "finetune", "policy": "correlation"},
     "continue": {"method": "anchor", "policy": "ascending", "initial": 0.5, "final": 0.5, "shape": "constant"},
 }
-FROM_NOTHING, FROM_GIVEN = "simsiam/ptlf", "vicreg/continue"  # what is learnt with where nothing is chosen
-
 DEFAULT = "digits/simsiam/ptlf"
+FROM_NOTHING, FROM_GIVEN = "vicreg/ptlf", "vicreg/continue"  # what the user's own images are learnt with by default
 
 
 def default_recipe(stream: str, explicit: Settings) -> str:
@@ -69,6 +68,8 @@ def default_recipe(stream: str, explicit: Settings) -> str:
     name, encoder = name_in(explicit, "encoder") or "", explicit.get("encoder")
     told = encoder if isinstance(encoder, Mapping) else {}
     given = name == "given" or name.startswith(("hf:", "onnx:")) or told.get("weights") or told.get("pretrained")
+    if not given and not STREAMS.find(stream).own:
+        return f"{stream}/{DEFAULT.partition('/')[2]}"
     return f"{stream}/{FROM_GIVEN if given else FROM_NOTHING}"
 
 

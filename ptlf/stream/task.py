@@ -289,6 +289,7 @@ def digest(images: Images, chosen: np.ndarray) -> str:
 
 # Streams by name. To add one: pack its images (`ptlf data pack`) or write a loader such as `digits`, and add a line.
 MEMORY_VIEWS = {"views": {"memory": "memory-tinyimagenet"}}
+OWN_IMAGES = {"views": {"name": "gentle"}, "training": {"optimizer": {"name": "adamw"}, "lr": 1e-3}}
 MEMBERS: dict[str, StreamEntry] = {
     "digits": stream_entry(digits, "scikit-learn's digits, embedded, 5 tasks x 2 classes", tasks=5, protocol="digits"),
     "split-cifar10": StreamEntry("CIFAR-10, 5 tasks x 2 classes, 32 px", "cifar10", tasks=5),
@@ -297,7 +298,11 @@ MEMBERS: dict[str, StreamEntry] = {
         "first 100 classes of Tiny-ImageNet, 20 x 5, 64 px", "tinyimagenet", 20, 100, presets=MEMORY_VIEWS
     ),
     "imagenet100": StreamEntry("100 ImageNet classes, 5 tasks x 20, 224 px", "imagenet100", 5, protocol="cassle"),
-    "arriving": StreamEntry("tasks that arrive one by one: `ptlf learn RUN IMAGES`", own=True, arriving=True),
-    "folder": StreamEntry("your own packed image folder, stream.pack: a folder per task or per class", own=True),
+    "arriving": StreamEntry(
+        "tasks that arrive one by one: `ptlf learn RUN IMAGES`", own=True, arriving=True, presets=OWN_IMAGES
+    ),
+    "folder": StreamEntry(
+        "your own packed image folder, stream.pack: a folder per task or per class", own=True, presets=OWN_IMAGES
+    ),
 }
 STREAMS: Registry[StreamEntry] = Registry("stream", "ptlf.streams", StreamEntry, MEMBERS, wrap=stream_entry)

@@ -26,7 +26,7 @@ from ptlf.stream.packing import pack_folder
 CORES, GPU = Machine(gpu=False, cores=2), Machine(gpu=True, cores=8)
 SIZE = 8
 SMALL = [
-    "--size", str(SIZE), "--objective.projection", "16", "--objective.bottleneck", "8", "--device", "cpu",
+    "--size", str(SIZE), "--objective.projection", "16", "--device", "cpu",
     "--evaluation.gallery", "false", "--training.epochs", "1",
 ]  # fmt: skip
 

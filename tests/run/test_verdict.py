@@ -117,7 +117,7 @@ def test_an_encoder_that_has_learnt_something_gets_a_recipe_of_its_own() -> None
         ("resnet18", False), ("given", True), ("hf:folder", True), ("onnx:net.onnx", True), ("timm:resnet18", False),
         ({"name": "timm:resnet18", "pretrained": True}, True), ({"weights": "run"}, True), ({}, False),
     ):  # fmt: skip
-        expected = "vicreg/continue" if given else "simsiam/ptlf"
+        expected = "vicreg/continue" if given else "vicreg/ptlf"
         assert default_recipe("arriving", {"encoder": encoder}) == f"arriving/{expected}", encoder
     for words, expected in ((["--encoder.weights", "run"], "vicreg/continue"), ([], "simsiam/ptlf")):
         assert resolve_config(None, None, words).recipe == f"digits/{expected}"
