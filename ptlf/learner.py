@@ -19,6 +19,7 @@ from ptlf.core.reading import flatten
 from ptlf.core.registry import settings_from
 from ptlf.core.settings import as_dict, merge, nested
 from ptlf.encoders import brings_weights
+from ptlf.evaluation import PROBES
 from ptlf.report.live import Live, tell
 from ptlf.run.build import check_grows, make_stream
 from ptlf.run.config import Config, from_dict, read_yaml
@@ -215,7 +216,7 @@ class Learner:
 
     def verdicts(self) -> list[Verdict]:
         """The encoder beside the one it began as, on the labelled images that the run knows."""
-        return verdicts(self.folder, self.config, self._start)
+        return verdicts(self.folder, self.config, make_stream(self.config, self.folder), self._start)
 
     def watch(
         self, folder: Path | str, *, settle: float = 30.0, every: float = 10.0, once: bool = False, **learning: Any
@@ -276,7 +277,7 @@ class Learner:
 
     def evaluate(
         self,
-        probes: Sequence[str] | None = None,
+        probes: Sequence[str] | Path | None = None,
         labelled: Path | str | None = None,
         *,
         on_error: OnError = "refuse",
@@ -285,16 +286,20 @@ class Learner:
         """The probes' rows on the encoder as it is now, by name: `settings`, `matrix` (one row), `accuracy`,
         and `untrained`, the row of the encoder before training.
 
-        probes: which; default: those of the run. settings: of `probes` and `evaluation`, `device` and `data_root`.
+        probes: which; default: those of the run. A path stands for `labelled`.
+        settings: of `probes` and `evaluation`, `device` and `data_root`.
         labelled: test on these images, a packed set or a folder per class, in place of the run's own.
         on_error: for broken images among them, "refuse" or "skip".
         """
+        if isinstance(probes, Path) or (isinstance(probes, str) and probes not in PROBES):
+            probes, labelled = None, probes
+        chosen = [probes] if isinstance(probes, str) else probes
         given = nest_settings(settings)
         if refused := [name for name in flatten(given) if not may_change(name)]:
             raise UserError(f"evaluate changes the probes only; leave out {refused[0]}")
         config = from_dict(merge(Config, as_dict(self.config), given))
         images = str(labelled) if labelled is not None else config.stream.labelled if "stream" in given else None
-        return evaluate_run(self.folder, config, probes, self._start(), images, on_error)[0]
+        return evaluate_run(self.folder, config, chosen, self._start(), images, on_error)[0]
 
     def embed(self, images: Any, batch: int = 256) -> np.ndarray:
         """Features (N, dim) float32 of images in any form that `learn` takes: a folder (files sorted by path), a packed
@@ -351,6 +356,8 @@ class Learner:
             if self.module is not None and not self.exists and run.components.weights is None:
                 save_encoder(self.folder, self.module, START)
             run.train(watcher, resume=True, claim=False)
+            if self.module is not None:
+                run.judge(self._start)
         except BaseException:
             if accepted is not None and not (self.run and self.run.begun):
                 shutil.rmtree(accepted.path)

@@ -29,14 +29,14 @@ def evaluate(
         refuse_folder_of_runs(folder)
     config = resolve_config("", folder / "config.yaml", overrides, trust_code=trust_code)
     labelled = config.stream.labelled if any(word.startswith("--stream.labelled") for word in overrides) else None
-    probes, eval_splits, verdict = evaluate_run(folder, config, probe, labelled=labelled, on_error=on_error)
+    probes, eval_splits, verdicts = evaluate_run(folder, config, probe, labelled=labelled, on_error=on_error)
     start = start_of(results_if_any(folder) or {})
     for name, values in probes.items():
         show_matrix(console, name, values, eval_splits, start)
     for name, values in probes.items():
-        if words := worsened(name, values, start, images_of_mean(values["test_images"])):
+        if words := worsened(name, [values], start, images_of_mean(values["test_images"])):
             console.print(words, style="yellow", soft_wrap=True)
-    if verdict:
+    for verdict in verdicts:
         tell(verdict.sentence(folder))
 
 

@@ -59,6 +59,7 @@ def train_in(folder: Path, config: Config, *, resumes: bool) -> None:
     if processes.broadcast_object(finished):
         return tell(f"{folder}: already finished")
     if first and not resume:
+        processes.use_idle_cores()
         check_vacant(folder)  # before tasks that arrived there are taken for the new run's
     run = Run(config, folder)
     results = run.train(Live(name_of(as_dict(run.config))), resume=resume)
@@ -117,11 +118,6 @@ def learn(
     except KeyboardInterrupt:  # before training, or in it without checkpoints: the task may not be in the run yet
         raise Stopped(folder, signal.SIGINT, "nothing more is saved; give the same command again") from None
     show_results(console, results, folder)
-    for verdict in (found := learner.verdicts()):
-        tell(verdict.sentence(folder))
-    if not found:
-        advice = f"`ptlf evaluate {folder} --stream.labelled FOLDER` does, with a folder per class"
-        tell(f"without labelled images nothing here tells whether that helped; {advice}")
     write_page([folder], folder / "report.html")
 
 
@@ -130,6 +126,7 @@ def open_learner(
 ) -> Learner:
     """The run in the folder, or a new one with these settings."""
     if not (folder / "config.yaml").exists():
+        processes.use_idle_cores()
         for word in (word.partition("=")[0] for word in overrides):
             if word.startswith("--stream.") and word not in ("--stream.labelled", "--stream.resident"):
                 raise UserError(f"`ptlf learn` takes tasks as they arrive; leave out {word}")
@@ -157,6 +154,7 @@ def sweep(recipes: Words, seeds: list[int], out: Path, baseline: str | None, ove
     if not jobs["cluster"] and any(jobs.values()):
         raise UserError("--jobs and --job-options are for --cluster local or slurm; without it runs follow one another")
     check_alone("ptlf sweep")
+    processes.use_idle_cores()
     runs = sweeps.plan(recipes, seeds, out, overrides, cache(tell))  # what is chosen is the same for all runs
     missing = [run for run in runs if not has_finished_as(run.folder, run.config)]
     for run in runs:

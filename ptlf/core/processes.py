@@ -5,18 +5,21 @@ fixed shapes and never wait for the host, so that a CUDA graph can record them. 
 """
 
 import os
+import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from pathlib import Path
 from typing import TypeVar
 
 import torch
 from torch import Tensor
 from torch import distributed as dist
 
-from ptlf.core.errors import UserError
+from ptlf.core.errors import UserError, info
 
 T = TypeVar("T")
+LOOK = 0.3  # seconds in which the idle cores are counted
 TIMEOUT = timedelta(minutes=30)  # of one collective: the other ranks wait while rank 0 writes files
 
 _rank, _world_size, _joined = 0, 1, False
@@ -82,6 +85,20 @@ def local_device(device: torch.device) -> torch.device:
     if local >= gpus:
         raise UserError(f"there are {gpus} GPUs here, too few for process {local} (from 0); lower --nproc-per-node")
     return torch.device("cuda", local)
+
+
+def use_idle_cores() -> None:
+    """No more threads than cores that other programs leave idle: on a busy core a step waits for its slowest thread.
+    The number that OMP_NUM_THREADS asks for stays, and where the system does not say what is idle."""
+    before, cores, ticks = torch.get_num_threads(), os.cpu_count() or 1, Path("/proc/stat")
+    if "OMP_NUM_THREADS" not in os.environ and ticks.exists():
+        first = [int(word) for word in ticks.read_text().split()[1:9]]  # of all cores; idle are the fourth and fifth
+        time.sleep(LOOK)
+        spent = [int(word) - then for word, then in zip(ticks.read_text().split()[1:9], first, strict=True)]
+        idle = max(1, round(cores * sum(spent[3:5]) / max(sum(spent), 1)))
+        if idle < before:
+            torch.set_num_threads(idle)
+            info(f"other programs use the CPU: {idle} of {before} threads are used (OMP_NUM_THREADS sets the number)")
 
 
 def share(rows: int) -> int:

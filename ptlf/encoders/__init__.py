@@ -17,7 +17,7 @@ from ptlf.encoders.vit import ViT, vit
 from ptlf.encoders.weights import Weights, load_weights, read_tensors, stored_encoder
 
 SMALL, LARGE = "3x3 stem, for 32 to 64 px", "7x7 stem and max-pool, for 224 px"
-MINI = "three blocks, 16 channels, 3x3 stem, for 16 px"
+MINI = "three blocks, 16 channels, 3x3 stem, for 16 to 64 px without a GPU"
 
 MEMBERS = {
     "resnet18": resnet(SMALL, BasicBlock, (2, 2, 2, 2)),

@@ -97,6 +97,11 @@ class Gallery:
                     if "features" in look:
                         look["points"] = flat_map(look.pop("features").numpy())
 
+    def chance(self) -> float:
+        """The share of the other images with a query's label."""
+        same = (self.labels[self.queries, None] == self.labels).sum(1) - 1
+        return float(same.mean() / (len(self.labels) - 1))
+
     def as_dict(self) -> dict[str, Any]:
         """Images are tile numbers in the sprite; points are (x, y) in [0, 1]."""
         self.read()
@@ -109,6 +114,7 @@ class Gallery:
             "sprite": sprite(self.pixels[shown]),
             "tiles": [[int(self.groups[index]), int(self.labels[index])] for index in shown],  # group, label
             "queries": [tile[index] for index in self.queries],
+            "chance": self.chance(),
             "point_groups": self.groups[:POINTS].tolist(),
             "looks": {
                 moment: {

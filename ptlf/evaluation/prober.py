@@ -82,7 +82,11 @@ class Prober:
         self.sources = sources or image_sources(device)
         chosen = [PROBES.find(name)(settings) for name, settings in probes.items() if settings.enabled]
         chosen += [variant for probe in chosen for variant in probe.variants()]
-        self.rows_of = [(probe, name, bank) for probe in chosen for name, bank in probe.rows.items()]
+        rows = [(probe, name, bank) for probe in chosen for name, bank in probe.rows.items()]
+        # On one set that belongs to no task both banks are the same: of two equal tests one stays.
+        one = len(stream.eval_splits) == 1 and stream.eval_splits[0].always
+        twice = [probe.settings() for probe, _, bank in rows if one and bank != OWN]
+        self.rows_of = [row for row in rows if row[2] != OWN or row[0].settings() not in twice]
 
     def used(self, task: int) -> dict[str, dict[str, Any]]:
         """Settings of each row after task number `task` (from 0) that depend on the bank, the least of all splits'."""

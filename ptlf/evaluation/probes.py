@@ -113,16 +113,16 @@ class KnnClass(KnnTask):
 
 
 def knn_predict(
-    bank: Tensor, bank_labels: Tensor, queries: Tensor, *, k: int, temperature: float, among_others: bool = False
+    bank: Tensor, bank_labels: Tensor, queries: Tensor, *, k: int, temperature: float, groups: Tensor | None = None
 ) -> Tensor:
     """Labels (Q,) predicted for queries (Q, D) from the k vectors of the bank (N, D) with the largest cosine.
-    among_others: the queries are the bank, and each is predicted from the others."""
+    groups (N,): the queries are the bank, and each is predicted from the vectors of other groups."""
     bank, queries = F.normalize(bank, dim=1), F.normalize(queries, dim=1)
     classes, predicted = int(bank_labels.max()) + 1, []
     for start, part in zip(range(0, len(queries), CHUNK), queries.split(CHUNK), strict=True):
         similarity = part @ bank.T
-        if among_others:
-            similarity.diagonal(start).fill_(-torch.inf)
+        if groups is not None:
+            similarity[groups[start : start + CHUNK, None] == groups] = -torch.inf
         similarity, nearest = similarity.topk(k, dim=1)  # (CHUNK, k)
         votes = torch.zeros(len(part), classes, dtype=similarity.dtype, device=similarity.device)
         weights = ((similarity - similarity[:, :1]) / temperature).exp()  # relative to the nearest: exp overflows

@@ -13,6 +13,7 @@ from matplotlib.ticker import MaxNLocator
 
 from ptlf.core.errors import clipped
 from ptlf.report.drawing import HALF, STEPS, THIRD, Colours, end_of, frame, look, run_keys
+from ptlf.report.intervals import interval
 from ptlf.report.measures import Measure
 from ptlf.report.runs import Comparison, Group, known_probes, means, tile_pixels
 from ptlf.run.results import Json
@@ -256,19 +257,25 @@ def frozen_bars(group: Group, task: int, unit: str, epochs: int, trained: int) -
 
 def nearest_images(group: Group, colours: Colours) -> Canvas:
     """A row per query: itself, its nearest before, its nearest after. Another class (another task, for images without
-    labels) is faded and underlined."""
+    labels) is faded and underlined. The title counts the same ones, with 95 % intervals over the queries."""
     gallery = group.gallery or {}
     labels = [label for _, label in gallery["tiles"]]
     pixels = tile_pixels(gallery["sprite"], len(labels), MAX_PIXELS)
     queries, looks = gallery["queries"], [gallery["looks"][moment]["neighbours"] for moment in MOMENTS]
     count, total = len(looks[1][0]), len(queries) * len(looks[1][0])
     before, after = (
-        sum(labels[query] == labels[other] for query, row in zip(queries, near, strict=True) for other in row)
+        [sum(labels[query] == labels[other] for other in row) for query, row in zip(queries, near, strict=True)]
         for near in looks
     )
+    said = [
+        f"{sum(same)} ± {min(len(same) * (found.half or 0), total):.0f}"
+        for same in (before, after)
+        if (found := interval(same))
+    ]
+    chance = f"{gallery['chance'] * total:.0f} by chance, " if "chance" in gallery else ""
     side, starts = (HALF - 20) / (2 * count + 1.6), (0.0, 1.3, count + 1.6)
     kind = "class" if gallery.get("labelled", True) else "task"
-    title = f"Of the same {kind}: {before} of {total} before training, {after} of {total} trained"
+    title = f"Same {kind}, of {total}: {chance}{said[0]} before training, {said[1]} trained"
     canvas, axes = frame(colours, side * len(queries) + 14, left=12.0, bottom=4.0, title=title)
     for start, name in zip(starts, ("image", "nearest, before training", "nearest, trained"), strict=True):
         axes.text(start, -0.1, name, color=colours["soft"])

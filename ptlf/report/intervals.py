@@ -7,9 +7,8 @@ from dataclasses import dataclass
 
 from scipy.special import stdtrit
 
-from ptlf.run.results import Json
+from ptlf.run.results import Json, Z, half_difference
 
-Z = 1.96  # of 95 %
 RANDOM, GIVEN, BEFORE = "random encoder", "given encoder", "encoder before training"
 
 
@@ -45,6 +44,15 @@ def interval(values: Collection[float]) -> Interval | None:
     return Interval(statistics.fmean(values), half, len(values))
 
 
+def seeds_to_tell(found: Interval) -> int | None:
+    """With how many seeds of the same spread the 95 % interval of this mean would exclude zero; None: over 1000."""
+    if found.half is None or not found.mean:
+        return None
+    deviation = found.half * math.sqrt(found.count) / float(stdtrit(found.count - 1, 0.975))
+    counts = (n for n in range(2, 1001) if float(stdtrit(n - 1, 0.975)) * deviation < abs(found.mean) * math.sqrt(n))
+    return next(counts, None)
+
+
 def mean_ratio(values: Sequence[float]) -> Ratio | None:
     """Of positive values. The interval is that of their logarithms, so that its ends are positive."""
     found = interval([math.log(value) for value in values])
@@ -65,8 +73,8 @@ def cost_ratio(mine: Mapping[int, float], base: Mapping[int, float]) -> Ratio | 
 
 
 def verdict(found: Interval | None, rising: bool) -> str:
-    """`rising`: more is better."""
-    if found is None or not found.excludes_zero:
+    """`rising`: more is better, as of accuracies, of which few images give equal differences by chance."""
+    if found is None or not found.excludes_zero or (rising and not found.half):
         return ""
     return "better" if (found.mean > 0) == rising else "worse"
 
@@ -99,14 +107,19 @@ def start_of(results: Json) -> str:
     return GIVEN if results.get("encoder_weights") else BEFORE if results.get("own_encoder") else RANDOM
 
 
-def worsened(probe: str, values: Json, start: str, images: float | None) -> str:
-    """What to say if the encoder was better before training, and the 95 % intervals do not overlap; else nothing."""
-    before, after = values.get("untrained_accuracy"), values.get("accuracy")
-    if before is None or after is None or after >= before:
+def worsened(probe: str, scores: Sequence[Json], start: str, images: float | None) -> str:
+    """What to say if the encoder was better before training, by a probe's scores for each seed; else nothing. Seeds
+    are compared in pairs; of one seed the difference must be more than so many images give by chance."""
+    both = [(each.get("untrained_accuracy"), each.get("accuracy")) for each in scores]
+    pairs = [(was, now) for was, now in both if was is not None and now is not None]
+    if not (fall := interval([was - now for was, now in pairs])):
         return ""
-    if images is not None and wilson(after, images)[1] >= wilson(before, images)[0]:
+    was, now = map(statistics.fmean, zip(*pairs, strict=True))
+    half = fall.half if fall.half is not None else half_difference(was, now, images) if images else 0.0
+    if fall.mean <= half:
         return ""
-    return f"training made {probe} worse: {before:.2f} % before ({start}), {after:.2f} % after"
+    points = f"{fall.mean:.2f}{f' ± {half:.2f}' * bool(half)} points"
+    return f"training made {probe} worse by {points}: {was:.2f} % before ({start}), {now:.2f} % after"
 
 
 def neighbours_used(values: Json) -> str:

@@ -19,6 +19,7 @@ from ptlf.report.measures import HEADLINE_COSTS, Measure, main_measures, notes, 
 from ptlf.report.runs import FEATURES, Comparison, Group, read_comparison
 from ptlf.report.sections import Figure, Picture, sections
 from ptlf.report.tables import percent
+from ptlf.report.verdicts import copies, group_verdicts, ranking
 from ptlf.run.compat import identity_settings
 
 COLUMNS = 8  # of a table
@@ -111,9 +112,10 @@ def title_of_page(comparison: Comparison) -> str:
 
 def sentence(group: Group, base: Group | None, measures: Sequence[Measure]) -> str:
     """What came out of a run: its figures, and what the seeds in common with the baseline's say of them."""
-    said, single = [], False
+    said, single, tasks = [], False, len(group.first["tasks"])
     for measure in [measure for measure in measures if group.values(measure.path)]:
-        words = f"{measure.short} {measure.words(group.mean(measure.path))}"
+        days = f" of all {tasks} tasks" * (measure.short == "time" and tasks > 1)
+        words = f"{measure.short}{days} {measure.words(group.mean(measure.path))}"
         difference, ratio = measure.difference(group, base), measure.ratio(group, base)
         single = single or bool(difference and difference.half is None)
         if ratio:
@@ -121,12 +123,13 @@ def sentence(group: Group, base: Group | None, measures: Sequence[Measure]) -> s
         elif difference and base:
             words += f" ({measure.said(difference)} against {base.label})"
         said.append(words)
-    if not group.first["probes"]:
-        verdicts = [run.later["verdict"] for run in group.runs if run.later and "verdict" in run.later]
+    found = group_verdicts(group)
+    if not group.first["probes"] and not found:
         tested = [f"{row['accuracy']} % ({row['probe']}) on labels that came later" for row in later_rows(group)]
-        said = verdicts[:1] or tested[:1] or ["no labelled test images: its accuracy is not known", *said]
+        said = [*(tested[:1] or ["no labelled test images: its accuracy is not known"]), *said]
     joint = "; it learned all tasks at once: a bound for continual methods, not one of them" * group.joint
-    return ", ".join(said) + joint + "; one seed does not tell a difference" * single
+    figures = ", ".join(said) + joint + "; one seed does not tell a difference" * single
+    return " ".join([*found, figures[:1].upper() + figures[1:] if found else figures])
 
 
 def features_table(group: Group) -> dict[str, Any]:
@@ -165,7 +168,9 @@ def problems(comparison: Comparison) -> Iterator[tuple[str, str]]:
     if len(comparison.epochs) > 1:
         trained = f"The runs trained for {' or '.join(map(str, comparison.epochs))} epochs of a task"
         yield "", f"{trained}: their costs, and what costs are relative to, differ for that too; so may their accuracy."
-    records = [run.results for group in groups for run in group.runs]
+    runs = [run for group in groups for run in group.runs]
+    yield from (("", words) for words in [*[ranking(comparison)], *copies(runs)] if words)
+    records = [run.results for run in runs]
     if len(machines := {str(record["environment"].get("device_name")) for record in records}) > 1:
         named = ", ".join(sorted(machines))
         yield "", f"The runs are of different machines ({named}): their seconds and peaks do not compare."

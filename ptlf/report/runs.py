@@ -5,7 +5,7 @@ import io
 import statistics
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property, reduce
 from pathlib import Path
 from typing import Any, TypeVar
@@ -32,7 +32,7 @@ PLACE = (0, 10**6)
 LOOK = {"neighbours": [[PLACE]], "points": [[NUMBER]]}
 SPRITE = {"image": str, "size": (1, 100_000), "columns": (1, 100_000)}
 GALLERY: Json = {"sprite": SPRITE, "groups": [str], "labels": [str], "looks": {"*": LOOK}}
-GALLERY |= {"queries": [PLACE], "point_groups": [PLACE], "tiles": [[PLACE]]}
+GALLERY |= {"queries": [PLACE], "point_groups": [PLACE], "tiles": [[PLACE]], "chance?": NUMBER}
 
 
 @dataclass
@@ -41,11 +41,21 @@ class RunRecord:
     results: Json
     gallery: Json | None = None  # of the finished stream
     gallery_problem: str = ""  # why there is none
-    later: Json | None = None  # the latest test on labels that came later
+    tests: list[Json] = field(default_factory=list)  # of evaluations.json
 
     @property
     def config(self) -> Json:
         return self.results["config"]
+
+    @property
+    def later(self) -> Json | None:
+        """The latest test on labels that came later."""
+        return next((test for test in reversed(self.tests) if test["probes"]), None)
+
+    @cached_property
+    def losses(self) -> str:
+        """Of all epochs, which no other seed repeats."""
+        return str(self.results["cost"]["per_epoch"].get("loss") or "")
 
     @cached_property
     def epochs(self) -> list[Json]:
@@ -151,8 +161,8 @@ class Group:
     def warnings(self) -> Iterator[str]:
         """Probes by which the encoder was better before training; signs of a collapse, which an accuracy may hide."""
         for probe in self.first["probes"]:
-            values = {key: self.mean(("probes", probe, key)) for key in ("untrained_accuracy", "accuracy")}
-            if words := worsened(probe, values, self.start, images_behind(self.first, probe, "accuracy")):
+            scores = [run.results["probes"].get(probe, {}) for run in self.runs]
+            if words := worsened(probe, scores, self.start, images_behind(self.first, probe, "accuracy")):
                 yield words
         counts = {entry["task"]: entry["images"] for run in self.runs for entry in run.results.get("features") or []}
         for key, title in FEATURES.items() if counts else ():
@@ -264,7 +274,7 @@ def run_folders(folder: Path) -> list[Path]:
 
 def read_run(folder: Path) -> RunRecord:
     run, path = RunRecord(folder, read_results(folder)), folder / "gallery.json"
-    run.later = next(reversed(read_evaluations(folder)), None)
+    run.tests = read_evaluations(folder)
     try:
         gallery, run.gallery_problem = check_gallery(read_json(path)), "it is drawn when the run has finished"
         run.gallery = gallery if "after" in gallery["looks"] else None
@@ -330,14 +340,19 @@ def group_seeds(runs: Iterable[RunRecord]) -> list[Group]:
     groups: dict[str, list[RunRecord]] = {}
     for run in runs:
         name = identity_key(run.config) if run.results["status"] == "finished" else str(run.folder)
-        if any(run.config["seed"] == other.config["seed"] for other in groups.get(name, ())):
-            name = str(run.folder)  # the same seed again is no further seed
+        there = groups.get(name, ())
+        if any(run.config["seed"] == other.config["seed"] or run.losses == other.losses != "" for other in there):
+            name = str(run.folder)  # the same seed again, or a copy under another one, is no further seed
         groups.setdefault(name, []).append(run)
     return [Group(sorted(group, key=lambda run: run.results["seed"])) for group in groups.values()]
 
 
 def name_groups(groups: list[Group]) -> None:
-    """Recipe names without their common beginning; where two are equal, settings that differ; then the folder."""
+    """Recipe names without their common beginning; where two are equal, settings that differ; then the folder. A
+    single run is called by its folder."""
+    if len(groups) == len(groups[0].runs) == 1:
+        groups[0].label = groups[0].runs[0].folder.resolve().name
+        return
     for group, name in zip(groups, split_prefix([group.first["name"] for group in groups])[1], strict=True):
         group.label = name
     for twins in same_label(groups):

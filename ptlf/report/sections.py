@@ -21,8 +21,9 @@ OVER_TASKS = {
 }
 OF_FEATURES = {
     "effective_rank": "After each task, how many directions the features of its images use (exp of the singular "
-    "values' entropy).",
-    "spread": "After each task, how far the normalised features of its images differ: 1 is evenly, 0 a collapse.",
+    "values' entropy). More is not better; a fall may be a collapse.",
+    "spread": "After each task, how far the normalised features of its images differ: 1 = in all directions, 0 = all "
+    "images get one vector. More is not better.",
 }
 # In pictures: of two seeds the t interval would be nine times as wide, and no line could be told from another.
 DEVIATION = " {} are one standard deviation over seeds, narrower than an interval."
@@ -78,8 +79,11 @@ def sections(comparison: Comparison) -> list[Section]:
 def answer_section(comparison: Comparison) -> Section:
     section, base = Section("answer", "The answer"), comparison.baseline
     if not comparison.probes:
-        section.title = "What is known without labels, and what it cost"
-    how = "A dot per run: accuracy is better to the right, forgetting and costs to the left."
+        section.title = "What it cost"
+    how = (
+        "A dot per run: accuracy is better to the right, forgetting and costs to the left. Costs begin at 0; the other "
+    )
+    how += "scales show a part only."
     if base:
         how += f" The dotted line is {base.label}; costs carry their ratio to it."
     how += DEVIATION.format("Whiskers") * comparison.seeds
@@ -113,7 +117,8 @@ def accuracy_section(comparison: Comparison) -> Section:
         how = "Accuracy in % on the images of evaluation.reference, before the first task (0) and after each."
         found = [(group, figures.known_by_task(group, probe)) for group in groups]
         section.add_over_tasks(f"What it knew before, {title_of(probe)}", how, f"known-{probe}", found)
-    if untested := [group.label for group in groups if not group.first["probes"]]:
+    tested = [group for group in groups if group.first["probes"] or any(run.tests for run in group.runs)]
+    if untested := [group.label for group in groups if group not in tested]:
         needs = "That needs labelled test images and evaluation.enabled"
         section.notes.append(f"Not evaluated: {', '.join(untested)}. {needs}.")
     return section
@@ -136,10 +141,14 @@ def ratio_section(comparison: Comparison) -> Section:
     section, groups = Section("correlation", "Which units were chosen, and why"), figures.having(comparison, "ratios")
     how = "A line is a task, a row a unit: far right, the new task would change what the past used; filled dots froze."
     how += " Units that would not have frozen at any ratio have none."
-    draw = partial(figures.ratio_lines, figures.ratio_low(groups))
+    how += f" The scale shows {(low := figures.ratio_low(groups)):.2f} to 1 only."
+    draw = partial(figures.ratio_lines, low)
     section.add_per_run("Task-correlation ratio by unit", how, "ratios", draw, groups)
     if not groups:
-        section.notes.append("No run computed correlation ratios; a run with --freezing.policy correlation does.")
+        why = "No run computed correlation ratios; a run with --freezing.policy correlation does."
+        if comparison.tasks == 1:
+            why = "No ratios yet: they compare a task with those before, so the second task has the first."
+        section.notes.append(why)
     return section
 
 

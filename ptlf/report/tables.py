@@ -11,7 +11,8 @@ from ptlf.core.errors import clipped
 from ptlf.report.intervals import neighbours_used, start_of, wilson
 from ptlf.report.measures import Measure, all_measures, main_measures, notes
 from ptlf.report.runs import FEATURES, Comparison, Group, RunRecord, known_probes, split_prefix
-from ptlf.run.results import Json
+from ptlf.report.verdicts import copies, latest_verdicts, ranking
+from ptlf.run.results import Json, read_evaluations
 
 BRACKETS = "in brackets: 95 % interval from the number of test images"
 FEW = 3  # runs beside each other with all figures; more of them are a list with the main ones
@@ -43,7 +44,9 @@ def show_matrix(
     """One probe's accuracy matrix, the encoder before training on top, the last row's interval at the bottom.
 
     known: what it knew before, for a last column. days: names of tasks that arrived one by one."""
-    about = ("accuracy in %", neighbours_used(values), f"bank: {values['settings'].get('bank')}")
+    tests = values.get("test_images") or ()
+    count = f"{sum(tests):,} test images" * bool(tests)
+    about = ("accuracy in %", neighbours_used(values), count, f"bank: {values['settings'].get('bank')}")
     console.print(f"\n{probe}: {', '.join(filter(None, about))}")
     headings = [clipped(split, 14) for split in eval_splits] + ["what it\nknew before"] * bool(known)
     table = new_table("", ["after training on"], headings)
@@ -57,7 +60,6 @@ def show_matrix(
         name = "all tasks" if len(values["matrix"]) == 1 and not days else f"task {number}"
         name += f", {clipped(days[number - 1], 14)}" if number <= len(days) else ""
         table.add_row(name, *["" if value is None else percent(value) for value in row], *aside)
-    tests = values.get("test_images") or ()
     if values["matrix"] and len(tests) == len(eval_splits):
         last = zip(values["matrix"][-1], tests, strict=True)
         bounds = [None if value is None or not count else wilson(value, count) for value, count in last]
@@ -85,9 +87,9 @@ def show_runs(
     tested = any(group.interval(measure.path) for group in groups for measure in measures)
     for words in [BRACKETS] * (tested and len(groups) <= FEW) + notes(comparison, measures):
         note(console, words)
-    for group in groups:
-        for warning in group.warnings():
-            console.print(f"{group.label}: {warning}", style="yellow", soft_wrap=True)
+    found = [f"{group.label}: {warning}" for group in groups for warning in group.warnings()]
+    for words in filter(None, [ranking(comparison), *copies([run for g in groups for run in g.runs]), *found]):
+        console.print(words, style="yellow", soft_wrap=True)
 
 
 def side_by_side(console: Console, comparison: Comparison, title: str, names: Sequence[str]) -> Table:
@@ -144,8 +146,11 @@ def show_results(console: Console, results: Json, folder: Any, *, brief: bool = 
             days, known = results["tasks"] if results.get("arrived") else (), known_probes(results).get(probe)
             show_matrix(console, probe, tested, results["eval_splits"], start_of(results), known, days)
     if not brief:
-        show_runs(console, {results["name"]: [results]})
-    if not results["probes"]:
-        later = f"`ptlf evaluate {folder} --stream.labelled FOLDER` takes labels that come later"
-        console.print(f"not evaluated: no labelled test images (or evaluation.enabled is false); {later}")
+        count, name = len(results["tasks"]), Path(folder).resolve().name
+        show_runs(console, {results["name"]: [results]}, title=f"{name}, all {count} tasks" if count > 1 else name)
+    for verdict in (found := latest_verdicts(read_evaluations(Path(folder)), len(results["tasks"]))):
+        console.print(verdict, highlight=False, soft_wrap=True)
+    if not found and not results["probes"]:
+        later = f"`ptlf evaluate {folder} --stream.labelled FOLDER` does, with a folder per class"
+        console.print(f"without labelled images nothing tells whether that helped; {later}", soft_wrap=True)
     console.print(f"files: {folder}/results.json, metrics.jsonl, config.yaml, encoder.safetensors", soft_wrap=True)

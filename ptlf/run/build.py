@@ -16,7 +16,7 @@ from safetensors import safe_open
 from torch import Tensor, nn
 
 from ptlf.core import processes
-from ptlf.core.errors import Refusals, UserError, short_repr, warn
+from ptlf.core.errors import Refusals, UserError, info, short_repr, warn
 from ptlf.core.memory import check_fits
 from ptlf.core.randomness import Randomness, derived_seed, seeded
 from ptlf.core.settings import as_dict
@@ -42,7 +42,7 @@ from ptlf.stream.decode import Fit
 from ptlf.stream.images import find_images, open_images
 from ptlf.stream.loading import image_sources
 from ptlf.stream.pack import data_root
-from ptlf.stream.packing import OnError, labelled_dataset, sample_images
+from ptlf.stream.packing import OnError, labelled_dataset, labelled_set, sample_images
 from ptlf.stream.task import single_task_stream
 from ptlf.training.arithmetic import choose_arithmetic
 from ptlf.training.distributed import broadcast_and_sync_bn
@@ -196,7 +196,7 @@ def make_stream(config: Config, folder: Path | None = None) -> Stream:
     packs = arrivals(folder) if folder else []
     if entry.arriving:
         return with_arrivals(without_tasks(config.stream, root, packs), packs)
-    stream = with_arrivals(open_stream(config.stream, entry, root, config.seed), packs)
+    stream = with_arrivals(open_stream(config.stream, entry, root, config.seed, labelled_set), packs)
     return stream.joint() if METHODS.find(config.method.name).joint and not packs else stream
 
 
@@ -277,6 +277,10 @@ def make_model(
     config: Config, stream: Stream, size: int, device: torch.device, encoder: nn.Module, dtype: torch.dtype
 ) -> Model:
     set_normalisation(encoder, config.encoder)
+    if ENCODERS.names_code(config.encoder.name) and getattr(encoder, "normalisation", None) is None:
+        view = named_views(config.views.name, size)[0]
+        how = f"mean {[*view.mean]} and std {[*view.std]}, the views' own; --encoder.mean and --encoder.std change that"
+        info(f"encoder {config.encoder.name!r} does not say how its inputs are normalised: by {how}")
     with seeded(config.seed, "adapted encoder"):
         encoder = METHODS.find(config.method.name).adapt_encoder(config.method, encoder, len(stream.tasks))
     objective = OBJECTIVES.find(config.objective.name)

@@ -3,21 +3,19 @@
 import copy
 from collections.abc import Sequence
 from dataclasses import replace
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 
 from ptlf import evaluation
-from ptlf.core.errors import UserError, warn
 from ptlf.evaluation import PROBES, Prober
 from ptlf.evaluation.probes import OWN
 from ptlf.run.build import labelled_images, make_stream
 from ptlf.run.config import Config
 from ptlf.run.inference import load_encoder
-from ptlf.run.results import add_evaluation, results_if_any
-from ptlf.run.verdict import Verdict, both_splits, judge, name_start, start_encoder
+from ptlf.run.results import results_if_any
+from ptlf.run.verdict import Verdict, both_splits, judge, keep, labelled_parts, name_start, start_encoder
 from ptlf.stream.packing import OnError
 from ptlf.stream.task import digest, single_task_stream
 
@@ -34,9 +32,9 @@ def evaluate_run(
     module: nn.Module | None = None,
     labelled: str | None = None,
     on_error: OnError = "refuse",
-) -> tuple[dict[str, Any], list[str], Verdict | None]:
+) -> tuple[dict[str, Any], list[str], list[Verdict]]:
     """The probes on a finished run's encoder, with the settings in `config`. Returns rows as in results.json, by name,
-    names of what they were tested on, and for `labelled` the encoder beside the one before training.
+    names of what they were tested on, and the encoder beside the one before training on all labelled images.
 
     chosen: only these probes; default: those enabled. module: as before training, if the run was made with one.
     labelled: a packed set or a folder per class to test on in place of the run's own images, which are not needed then.
@@ -69,19 +67,14 @@ def evaluate_run(
             accuracy = evaluation.accuracy([untrained[name]])
             rows[name] |= {"untrained": untrained[name], "untrained_accuracy": accuracy}
         rows[name] |= evaluation.summary([row])
+    sets = list(labelled_parts(stream)) if labelled is None else [(names[0], both_splits(data))]
+    judged = [judge(name, images, encoder, start, name_start(config)) for name, images in sets] if start else []
     if labelled is None:
-        return rows, names, None
+        return rows, names, judged
     among = {name: row for name, row in rows.items() if row["settings"]["bank"] != OWN or name in (chosen or ())}
     rows = among or rows
-    verdict = judge(names[0], both_splits(data), encoder, start, name_start(config)) if start else None
     if learnt is not None:
         split = stream.eval_splits[0]
         sums = digest(split.bank_images, split.bank), digest(split.test_images, split.test)
-        date = datetime.now(UTC).isoformat(timespec="seconds")
-        test = {"date": date, "tasks": learnt, "images": names[0], "sha256": "-".join(sums), "probes": rows}
-        test |= {"verdict": verdict.sentence(folder)} if verdict else {}
-        try:
-            add_evaluation(folder, test)  # for the run's page
-        except UserError as error:
-            warn(f"the test is not kept for the report: {error}")
-    return rows, names, verdict
+        keep(folder, learnt, names[0], "-".join(sums), judged[0] if judged else None, rows)
+    return rows, names, judged

@@ -19,6 +19,7 @@ from ptlf.freezing.correlation import TaskCorrelation
 from ptlf.freezing.subspace import NotFinite
 from ptlf.run.build import Components
 from ptlf.run.record import Row
+from ptlf.run.results import half_difference
 from ptlf.stream import Images
 from ptlf.training.checkpoint import Position
 from ptlf.training.cost import Stopwatch
@@ -138,10 +139,8 @@ class Evaluator:
         worse = []
         for probe, (now, *_) in rows.items():
             before = record[probe][0]
-            if now is not None:
-                both = (before + now) / 2
-                if before - now > 1.96 * (2 * both * (100 - both) / images) ** 0.5:
-                    worse.append((probe, before, now, images))
+            if now is not None and before - now > half_difference(before, now, images):
+                worse.append((probe, before, now, images))
         return worse
 
     def measure_features(self, task: int) -> list[dict[str, Any]]:

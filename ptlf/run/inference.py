@@ -27,7 +27,7 @@ from ptlf.evaluation.prober import eval_mode
 from ptlf.methods import METHODS, Method
 from ptlf.run.build import Components, choose_device, make_encoder
 from ptlf.run.config import from_dict
-from ptlf.run.folder import ENCODER, restore_encoder
+from ptlf.run.folder import ENCODER, has_finished, restore_encoder
 from ptlf.run.recipes import name_of
 from ptlf.run.results import refuse_folder_of_runs
 from ptlf.stream.decode import Fit
@@ -130,17 +130,21 @@ class LoadedEncoder:
 def load_encoder(
     folder: Path | str, encoder: nn.Module | None = None, device: str = "auto", *, trust_code: bool = False
 ) -> LoadedEncoder:
-    """The encoder of a run's folder, with its preprocessing; the training data are not needed.
+    """The encoder of a run's folder, or its file, with its preprocessing; the training data are not needed.
 
     encoder: a module like the one trained, for a run that was made with a module and not with an encoder's name.
     trust_code: follow names such as "package.module:function" in the folder, which runs their code.
     """
     folder, place = Path(folder), choose_device(device)
+    if folder.is_file() and folder.name in FILES:
+        folder = folder.parent
     file = next((folder / name for name in FILES if (folder / name).exists()), folder / ENCODER)
     with nullcontext() if trust_code else settings_from(file):
         card = read_card(file)
         module = rebuilt(card, folder, encoder)
     restore_encoder(folder, module, file.name)
+    if (folder / "results.json").exists() and not has_finished(folder):
+        warn(f"the last task of {folder} has not ended: its encoder is the one from before that task")
     return LoadedEncoder(module.to(place).eval().requires_grad_(False), card, place)
 
 

@@ -2,14 +2,16 @@
 
 import contextlib
 import signal
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from torch import nn
 
 from ptlf.core import processes
-from ptlf.core.errors import warn
+from ptlf.core.errors import UserError, warn
 from ptlf.core.phases import Watcher
 from ptlf.core.randomness import seeded
 from ptlf.core.settings import as_dict
@@ -22,6 +24,7 @@ from ptlf.run.folder import claim_folder
 from ptlf.run.record import Progress, Record
 from ptlf.run.results import append_line, keep_lines
 from ptlf.run.snapshots import Snapshots
+from ptlf.run.verdict import verdicts
 from ptlf.stream import Stream, Task
 from ptlf.training.checkpoint import Position
 from ptlf.training.cost import Stopwatch
@@ -73,7 +76,9 @@ class Run:
         self.watcher = watcher if watcher and processes.is_first() else Watcher()
         global_randomness = seeded(self.config.seed, "torch", self.device)  # for encoders with dropout and the like
         out = self.components.out if claim else None
-        with claim_folder(out, resume) if out else contextlib.nullcontext(), global_randomness, self.signals:
+        lock, threads = claim_folder(out, resume) if out else contextlib.nullcontext(), contextlib.ExitStack()
+        threads.callback(torch.set_num_threads, torch.get_num_threads())  # a run that resumes has those of before
+        with lock, global_randomness, threads, self.signals:
             with self.snapshots.settings_written():
                 if resume and self.snapshots.enabled:
                     self.resume()
@@ -94,7 +99,18 @@ class Run:
                 self.trackers.end(self.progress.status)
             self.close_engine()
             self.snapshots.save_results()
+            if not self.components.encoder_given:
+                self.judge()
         return self.results()
+
+    def judge(self, make_module: Callable[[], nn.Module | None] = lambda: None) -> None:
+        """The encoder beside the one before training, for the report. make_module: as before training."""
+        if (out := self.components.out) and self.config.evaluation.enabled:
+            with self.watcher.phase("comparing with the encoder before training"):
+                try:
+                    verdicts(out, self.config, self.stream, make_module)
+                except UserError as error:  # the run is saved
+                    warn(f"not compared with the encoder before training: {error}")
 
     def resume(self) -> None:
         """Load the newest checkpoint, if there is one. Tasks that came since are tested on first: here the encoder is

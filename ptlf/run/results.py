@@ -4,6 +4,7 @@ import json
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
+from statistics import NormalDist, fmean
 from typing import Any
 
 from ptlf.core.errors import UserError, short_repr
@@ -13,6 +14,7 @@ from ptlf.core.reading import DAMAGE, NUMBER, check_shape, damaged, parse_json, 
 Json = dict[str, Any]
 SCHEMA = 2
 EVALUATIONS = "evaluations.json"
+Z = NormalDist().inv_cdf(0.975)  # standard errors of a 95 % interval
 # Said beside seconds of a run that are compared with those of another one: see `compiling_seconds`.
 STEADY = "a run's first epoch, in which the step is compiled, counts as its second"
 RESTORE_HINT = "take the run's folder from where it was made again, or leave it out"
@@ -22,6 +24,12 @@ def more_than_zero(value: Any, place: str) -> None:
     check_shape(value, NUMBER, place)
     if value <= 0:
         raise ValueError(f"{place} is {value}, not more than 0")
+
+
+def half_difference(one: float, other: float, images: float) -> float:
+    """Half of the 95 % interval of the difference of two accuracies in %, each on so many images."""
+    both = (one + other) / 2
+    return Z * (2 * both * (100 - both) / images) ** 0.5
 
 
 def optional(shape: Any, *names: str) -> Json:
@@ -76,7 +84,7 @@ RESULTS: Json = {
     **optional(NUMBER, "wall_seconds", "host_share"),
 }
 EVALUATION: Json = {
-    **{"date": str, "images": str, "sha256": str, "tasks": COUNT, "verdict?": str},
+    **{"date": str, "images": str, "sha256": str, "tasks": COUNT, "verdict?": str, "gains?": {"*": [NUMBER]}},
     "probes": {"*": {**PROBE, "test_images": [(1, 10**9)]}},
 }
 
@@ -139,7 +147,7 @@ def results_if_any(folder: Path) -> Json | None:
 
 
 def read_evaluations(folder: Path) -> list[Json]:
-    """The tests on labels that came later, the latest at the end; of a damaged file none."""
+    """The verdicts, and the tests on labels that came later, the latest at the end; of a damaged file none."""
     try:
         found = read_json(folder / EVALUATIONS)
         check_shape(found, [EVALUATION])
@@ -149,12 +157,12 @@ def read_evaluations(folder: Path) -> list[Json]:
 
 
 def add_evaluation(folder: Path, new: Json) -> None:
-    """One of the same encoder with the same images, probes and settings is replaced."""
+    """One of the same encoder with the same images, probes and settings is replaced, and what was taken back goes."""
 
     def key(one: Json) -> Any:
         return one["tasks"], one["sha256"], {probe: values["settings"] for probe, values in one["probes"].items()}
 
-    there = [one for one in read_evaluations(folder) if key(one) != key(new)]
+    there = [one for one in read_evaluations(folder) if one["tasks"] <= new["tasks"] and key(one) != key(new)]
     write_json(folder / EVALUATIONS, [*there, new])
 
 
@@ -176,6 +184,13 @@ def check_results(results: Json) -> None:
     for probe, values in results["probes"].items():
         rows += [(f"{probe}.untrained", values.get("untrained"), splits)]
         rows += [(f"{probe}.matrix", row or [None], splits) for row in values["matrix"]]
+        means = {"accuracy": values["matrix"][-1:], "untrained_accuracy": [values.get("untrained") or ()]}
+        for key, found in means.items():
+            known, said = [value for row in found for value in row if value is not None], values.get(key)
+            if known and said is not None and abs(said - fmean(known)) > 1e-6:
+                raise ValueError(
+                    f"{probe}.{key} is {said}, but the mean of its row in the matrix is {fmean(known):.2f}"
+                )
     for name, row, count in rows:
         if row and len(row) != count:
             raise ValueError(f"{name} has {len(row)} values, not {count}")

@@ -6,6 +6,7 @@ The checksum says that a checkpoint is as it was written: an error while it is l
 import contextlib
 import functools
 import json
+import os
 import shlex
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict
@@ -155,7 +156,9 @@ class Snapshots:
             return None
         check_same_run(state, parts, self.images_begun(min(state["position"]["task"], state["tasks"] - 1)))
         threads, now = state["threads"], torch.get_num_threads()
-        if parts.device.type == "cpu" and threads != now:  # they share a sum among them
+        if threads <= (os.cpu_count() or 1) and "OMP_NUM_THREADS" not in os.environ:
+            torch.set_num_threads(threads)
+        elif parts.device.type == "cpu" and threads != now:  # they share a sum among them
             differ = f"the checkpoint is of {threads} CPU threads, and now there are {now}: the last bits may differ"
             warn(f"{differ} from a run that was not stopped; set OMP_NUM_THREADS={threads} for the same bits")
         return state

@@ -1,59 +1,72 @@
 """Whether learning helped: the encoder against the one that training began with, paired on labelled images."""
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
+from scipy.sparse import coo_matrix
+from scipy.sparse.csgraph import connected_components
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from ptlf.core.errors import UserError, warn
 from ptlf.encoders import brings_weights
 from ptlf.evaluation.metrics import spaced
 from ptlf.evaluation.probes import knn_predict
-from ptlf.run.build import labelled_images, make_stream
+from ptlf.run.build import labelled_images
 from ptlf.run.config import Config
 from ptlf.run.folder import START, restore_encoder
 from ptlf.run.inference import LoadedEncoder, load_encoder, rebuilt
-from ptlf.stream import Dataset, Images
+from ptlf.run.results import Json, Z, add_evaluation
+from ptlf.stream import Dataset, Images, Stream
+from ptlf.stream.arrivals import arrived_names
+from ptlf.stream.task import digest
 
 MAX_IMAGES, BATCH = 4000, 256
 NEIGHBOURS = (10, 5, 50)  # the first counts; the verdict should not change with the others
 TEMPERATURE = 0.1
-SURE = 1.96  # standard errors of a 95 % interval
+COPY = 0.98  # cosine of two images' small pixels, from which they count as one
+COLOURS = "a histogram of colours"
+BELOW = (-math.inf, -1), (-1, 1)  # in halves of the interval: worse, and not shown to be better
 
 
 @dataclass(frozen=True)
 class Verdict:
     """Accuracies in % of nearest neighbours, each image among all others. gains: of the encoder over each, in points,
-    with half of the paired 95 % interval."""
+    with half of the paired 95 % interval; the first is the encoder before training."""
 
     images: str
     count: int
     accuracy: float
     others: dict[str, float]
     gains: dict[str, tuple[float, float]]
+    copies: int = 0  # images that have a near copy among them
     depends_on_k: bool = False
 
     def sentence(self, folder: Path) -> str:
-        each = [
-            f"{name} {self.others[name]:.1f} ({gain:+.1f} ± {sure:.1f})" for name, (gain, sure) in self.gains.items()
-        ]
-        start, (gain, sure) = next(iter(self.gains.items()))
-        told = f"{self.accuracy:.1f} % of {self.count:,} images of {self.images}; {', '.join(each)}. "
-        if gain > sure:
+        (start, (gain, sure)), *simple = self.gains.items()
+        each = [f"{g:+.1f} ± {half:.1f} {'over' if g >= 0 else 'against'} {name} ({self.others[name]:.1f})"
+                for name, (g, half) in self.gains.items()]  # fmt: skip
+        told = f"On {self.count:,} images of {self.images}: {self.accuracy:.1f} %, {', '.join(each)}. "
+        worse, unclear = ([n for n, (g, half) in simple if low * half <= g < high * half] for low, high in BELOW)
+        if gain < -sure:
+            undo = f"; `ptlf learn {folder} --undo` takes the last task back" * (len(arrived_names(folder)) > 1)
+            told, worse, unclear = f"{told}Worse than {start}: do not use it{undo}", [], []
+        elif gain > sure:
             told += f"Better than {start}"
-        elif gain < -sure:
-            return f"{told}Worse than {start}; `ptlf learn {folder} --undo` takes the last task back."
         else:
             enough = float(f"{self.count * (sure / gain) ** 2:.1g}") if abs(gain) > sure / 10 else None
             more = f"about {enough:,.0f}" if enough else "many more"
-            told += f"Better or worse than {start}: these images cannot tell, {more} could"
-        if lost := [name for name, (gain, sure) in self.gains.items() if name != start and gain < sure]:
-            told += f"; not shown to be better than {' and '.join(lost)}"
-        return told + ("; with 5 or 50 neighbours it looks otherwise." if self.depends_on_k else ".")
+            told += f"These images cannot tell whether it is better than {start}, {more} could"
+        told += f"; not shown to be better than {' and '.join(unclear)}" * bool(unclear)
+        advice = "train longer" + ", or start from pretrained weights" * ("untrained" in start)
+        told += f"; worse than {' and '.join(worse)}: not worth using yet; {advice}" * bool(worse)
+        told += f". {self.copies} are near copies of others, and do not vote on those" * bool(self.copies)
+        return told + "; with 5 or 50 neighbours it looks otherwise" * self.depends_on_k + "."
 
 
 def judge(name: str, images: Images, now: LoadedEncoder, start: LoadedEncoder, start_name: str) -> Verdict:
@@ -61,25 +74,40 @@ def judge(name: str, images: Images, now: LoadedEncoder, start: LoadedEncoder, s
     rows = spaced(np.arange(len(images)), MAX_IMAGES)
     pixels, labels = torch.from_numpy(images.pixels[rows]), torch.from_numpy(images.labels[rows])
     ways = {"now": features(now, pixels), start_name: features(start, pixels)}
-    ways |= {"raw pixels": small_pixels(pixels), "colours": colours(pixels)}
-    right = {way: {k: neighbours_agree(x, labels, k) for k in NEIGHBOURS} for way, x in ways.items()}
+    ways |= {"raw pixels": small_pixels(pixels), COLOURS: colours(pixels)}
+    groups = near_copies(ways["raw pixels"])
+    right = {way: {k: neighbours_agree(x, labels, k, groups) for k in NEIGHBOURS} for way, x in ways.items()}
 
     def gain(way: str, k: int = NEIGHBOURS[0]) -> tuple[float, float]:
+        """Near copies are right or wrong together: the error is that of sums over their groups."""
         difference = 100 * (right["now"][k] - right[way][k])
-        return float(difference.mean()), SURE * float(difference.std()) / len(difference) ** 0.5
+        mean = difference.mean()
+        sums = torch.zeros(len(rows), dtype=torch.double).index_add_(0, groups, difference - mean)
+        return float(mean), Z * float(sums.square().sum().sqrt()) / len(rows)
 
     signs = {
         int(np.sign(value) if abs(value) > sure else 0) for value, sure in (gain(start_name, k) for k in NEIGHBOURS)
     }
     accuracy = {way: 100 * float(each[NEIGHBOURS[0]].mean()) for way, each in right.items()}
-    gains = {way: gain(way) for way in ways if way != "now"}
-    return Verdict(name, len(rows), accuracy.pop("now"), accuracy, gains, len(signs) > 1)
+    gains, copies = {way: gain(way) for way in ways if way != "now"}, int((groups.bincount()[groups] > 1).sum())
+    return Verdict(name, len(rows), accuracy.pop("now"), accuracy, gains, copies, len(signs) > 1)
 
 
-def neighbours_agree(x: Tensor, labels: Tensor, k: int) -> Tensor:
-    """Whether each row's nearest other rows, by cosine, name its label (N,), 0 or 1."""
-    how: dict[str, Any] = {"k": min(k, len(x) - 1), "temperature": TEMPERATURE, "among_others": True}
-    return (knn_predict(x.float(), labels, x.float(), **how) == labels).double()
+def neighbours_agree(x: Tensor, labels: Tensor, k: int, groups: Tensor) -> Tensor:
+    """Whether each row's nearest rows of other groups, by cosine, name its label (N,), 0 or 1."""
+    k = min(k, len(x) - int(groups.bincount().max()))
+    return (knn_predict(x.float(), labels, x.float(), k=k, temperature=TEMPERATURE, groups=groups) == labels).double()
+
+
+def near_copies(x: Tensor) -> Tensor:
+    """A number (N,) for each row of pixels that those nearly like it share, such as frames of one film; each has its
+    own if nearly all rows are alike, which then are no copies but hard to tell apart."""
+    unit = F.normalize(x, dim=1)
+    pairs = torch.cat([(part @ unit.T > COPY).nonzero() + torch.tensor([start * BATCH, 0])
+                       for start, part in enumerate(unit.split(BATCH))]).numpy()  # fmt: skip
+    links = coo_matrix((np.ones(len(pairs)), (pairs[:, 0], pairs[:, 1])), shape=(len(x), len(x)))
+    groups = torch.from_numpy(connected_components(links, directed=False)[1].astype(np.int64))
+    return groups if 2 * int(groups.bincount().max()) <= len(x) else torch.arange(len(x))
 
 
 @torch.no_grad()
@@ -116,20 +144,54 @@ def name_start(config: Config) -> str:
 
 def both_splits(data: Dataset) -> Images:
     parts = [part for part in (data.train, data.test) if part is not None]
-    return Images(np.concatenate([p.pixels for p in parts]), np.concatenate([p.labels for p in parts]))
+    return concatenated([(part, np.arange(len(part))) for part in parts])
 
 
-def verdicts(folder: Path, config: Config, make_module: Callable[[], nn.Module | None]) -> list[Verdict]:
-    """After a task: on what the encoder knew before, and on the labelled images of the tasks."""
+def concatenated(parts: list[tuple[Images, np.ndarray]]) -> Images:
+    """At most so many of each part that the whole is not too large."""
+    chosen = [(images, spaced(rows, MAX_IMAGES)) for images, rows in parts]
+    pixels, labels = zip(*((images.pixels[rows], images.labels[rows]) for images, rows in chosen), strict=True)
+    return Images(np.concatenate(pixels), np.concatenate(labels))
+
+
+def labelled_parts(stream: Stream) -> Iterator[tuple[str, Images]]:
+    """Labelled sets to judge on: images that were never learnt where there are some, else those of labelled tasks."""
+    for split in stream.eval_splits:
+        if split.always:
+            yield split.name, concatenated([(split.bank_images, split.bank), (split.test_images, split.test)])
+    own = [split for split in stream.eval_splits if not split.always]
+    if own:
+        yield "the tasks' test sets", concatenated([(split.test_images, split.test) for split in own])
+    elif labelled := [(task.images, task.train) for task in stream.tasks if task.classes]:
+        yield "the labelled tasks", concatenated(labelled)
+
+
+def verdicts(
+    folder: Path, config: Config, stream: Stream, make_module: Callable[[], nn.Module | None] = lambda: None
+) -> list[Verdict]:
+    """On all labelled images that the run knows, and on what the encoder knew before. They are kept for the report."""
     now = load_encoder(folder, make_module(), config.device, trust_code=True)
-    start = start_encoder(now, folder, config, make_module())
-    if start is None:
+    if (start := start_encoder(now, folder, config, make_module())) is None:
         return []
-    judged, name = [], name_start(config)
-    for task in make_stream(config, folder).tasks:
-        if len(task.classes) > 1:
-            judged.append(judge(task.name, task.images, now, start, name))
+    sets = list(labelled_parts(stream))
     if config.evaluation.reference is not None:
         known = labelled_images(config, config.evaluation.reference, now.card["image_size"], now.fit)
-        judged.append(judge("what it knew", both_splits(known), now, start, name))
-    return judged
+        sets.append(("what it knew", both_splits(known)))
+    found = []
+    for name, images in sets:
+        if len(np.unique(images.labels)) > 1:
+            found.append(judge(name, images, now, start, name_start(config)))
+            keep(folder, len(stream.tasks), name, digest(images, np.arange(len(images))), found[-1])
+    return found
+
+
+def keep(folder: Path, tasks: int, name: str, sha256: str, verdict: Verdict | None, probes: Json | None = None) -> None:
+    """A test after so many tasks, for the run's page."""
+    date = datetime.now(UTC).isoformat(timespec="seconds")
+    test = {"date": date, "tasks": tasks, "images": name, "sha256": sha256, "probes": probes or {}}
+    if verdict:
+        test |= {"verdict": verdict.sentence(folder), "gains": {way: [*gain] for way, gain in verdict.gains.items()}}
+    try:
+        add_evaluation(folder, test)
+    except UserError as error:
+        warn(f"the test is not kept for the report: {error}")

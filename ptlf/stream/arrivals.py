@@ -16,9 +16,9 @@ from ptlf.core.errors import UserError
 from ptlf.stream.disk import files_below, natural, not_an_image, subfolders
 from ptlf.stream.images import find_images, is_image_folder, own_side
 from ptlf.stream.pack import Pack, open_pack, read_manifest
-from ptlf.stream.packing import PackOptions, pack_images, write_squares
+from ptlf.stream.packing import PackOptions, labelled_set, pack_images, write_squares
 from ptlf.stream.rows import array_split, subset, with_labels
-from ptlf.stream.task import Dataset, EvalSplit, Images, Stream, StreamConfig, Task, packed, unlabelled_stream
+from ptlf.stream.task import Dataset, EvalSplit, Images, Stream, StreamConfig, Task, unlabelled_stream
 
 TASKS, INCOMING = "tasks", ".incoming"
 NUMBERED = re.compile(r"(\d{4,})-(.+)")
@@ -89,7 +89,7 @@ def without_tasks(config: StreamConfig, root: Path, packs: Sequence[Pack]) -> St
     size = packs[0].size
     nothing = Images(np.zeros((0, size, size, 3), np.uint8), np.zeros(0, np.int64))
     data = Dataset(config.name, (), nothing, None, "tasks", packs[0].fit)
-    return unlabelled_stream(data, config, packed(root, config.labelled) if config.labelled else None)
+    return unlabelled_stream(data, config, labelled_set(config, root, size, packs[0].fit))
 
 
 def with_arrivals(stream: Stream, packs: Sequence[Pack]) -> Stream:
@@ -144,7 +144,7 @@ def pack_incoming(
         elif is_image_folder(path):
             labelled = bool(test_fraction or ((path / "train").is_dir() and subfolders(path / "train")))
     target = folder / TASKS / INCOMING / f"{number:04}-{folder_name(name or word)}"
-    size = size or own_side(source) or default_size
+    size = size or own_side(source, default_size)
     return pack_images(source, target, size, labelled=labelled, test_fraction=test_fraction, **options)
 
 

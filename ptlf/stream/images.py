@@ -5,7 +5,7 @@ import re
 import zipfile
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from PIL import Image
 
-from ptlf.core.errors import UserError, import_optional
+from ptlf.core.errors import UserError, import_optional, info
 from ptlf.core.reading import explain
 from ptlf.stream.decode import CHANNELS
 from ptlf.stream.disk import image_files, natural, not_an_image, quote_names, subfolders
@@ -256,9 +256,13 @@ def find_images(value: str, root: Path) -> Path:
     raise UserError(f"there is no folder or file {value}, and no packed set of that name in {root}")
 
 
-def own_side(images: Any) -> int | None:
-    """The shorter side of the first image of a packed set or of arrays; None for files, whose sizes may differ."""
-    if isinstance(images, str | os.PathLike) and is_image_folder(Path(images)):
-        return None
+def own_side(images: Any, default: int) -> int:
+    """The shorter side of the first image of a packed set or of arrays; of files the default."""
     first = next(iter(open_images(images)["train"].read())).image
-    return min(sorted(first.shape)[-2:]) if isinstance(first, np.ndarray | torch.Tensor) else None
+    if isinstance(first, np.ndarray | torch.Tensor):
+        return min(sorted(first.shape)[-2:])
+    with suppress(Exception), nullcontext(first) if isinstance(first, Image.Image) else Image.open(first) as image:
+        if min(image.size) != default:
+            sides = f"the first image has {image.width} x {image.height} px"
+            info(f"{sides}, all become squares of {default} px; --size (size=...) chooses another side, for all tasks")
+    return default

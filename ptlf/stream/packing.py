@@ -1,5 +1,6 @@
 """Images in any form, made square and packed, or read into memory: a batch at a time is in memory."""
 
+import functools
 import io
 import json
 import os
@@ -18,11 +19,11 @@ from ptlf.core.errors import UserError, unknown, warn
 from ptlf.core.files import file_digest
 from ptlf.freezing import format_bytes
 from ptlf.stream.decode import FITS, BadImage, Fit, to_square
-from ptlf.stream.disk import disk_errors, image_files, progress_bar, staged, subfolders
-from ptlf.stream.images import folder_of_folders, is_image_folder, open_images, split_folders
+from ptlf.stream.disk import disk_errors, image_files, progress_bar, quote_names, staged, subfolders
+from ptlf.stream.images import find_images, folder_of_folders, is_image_folder, open_images, split_folders
 from ptlf.stream.pack import SCHEMA, Folders, Pack, Split, check_name, check_target, open_pack
 from ptlf.stream.rows import ImageSplit, Row, hold_out, list_split, number_classes, subset, with_labels
-from ptlf.stream.task import Dataset, Images, packed
+from ptlf.stream.task import Dataset, Images, StreamConfig, packed
 
 MAX_BYTES = 4 << 30  # of a labelled set that is read into memory
 OnError = Literal["refuse", "skip"]
@@ -136,8 +137,8 @@ def npy_header(count: int, size: int) -> bytes:
 def refuse_or_skip(problems: Sequence[tuple[str, str]], skipped: list[dict[str, str]], on_error: str | None) -> None:
     """problems: names and reasons. on_error: None refuses them where skipping is no way out."""
     if problems and on_error != "skip":
-        (file, why), more = problems[0], len(problems) - 1
-        others = f" and at least {more} more" if more else ""
+        (file, why), more = problems[0], [file for file, _ in problems[1:]]
+        others = f" and at least {quote_names(more)}" if more else ""
         skip = ", or give --on-error skip (on_error='skip')" if on_error else ""
         raise UserError(f"{file} cannot be used: {why}; repair or remove it{others}{skip}")
     skipped.extend({"file": file, "why": why} for file, why in problems)
@@ -267,6 +268,19 @@ def read_all(
         pixels[len(rows) : len(rows) + len(batch.images)] = batch.images
         rows += zip(batch.names, batch.labels, strict=True)
     return pixels[: len(rows)], rows
+
+
+def labelled_set(config: StreamConfig, root: Path, size: int, fit: Fit) -> Dataset | None:
+    """`stream.labelled`: a packed set, or images in any form with labels, made square as the stream's own."""
+    name = config.labelled
+    if name is None or (root / name / "pack.json").is_file():
+        return packed(root, name) if name else None
+    return labelled_folder(name, root, size, fit)
+
+
+@functools.lru_cache(maxsize=1)  # a run asks for its stream several times
+def labelled_folder(name: str, root: Path, size: int, fit: Fit) -> Dataset:
+    return labelled_dataset(find_images(name, root), size, 0.2, fit, "refuse")
 
 
 def labelled_dataset(

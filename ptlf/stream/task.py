@@ -28,7 +28,7 @@ class StreamConfig:
     per_class: int | None = key(None, "use only the first N training and test images of each class; null = all", ge=1)
     class_order: str | list[str | int] = key("natural", "natural, seeded, or a list of all classes by name or number")
     groups: list[list[str | int]] | None = key(None, "the classes of each task, by name or number, instead of `tasks`")
-    labelled: str | None = key(None, "for a folder per task: packed labelled set to evaluate on; null = none")
+    labelled: str | None = key(None, "for a folder per task: labelled folder or packed set to evaluate on; null = none")
     resident: bool | None = key(None, "keep all images on the device, or prefetch them; null = keep them if they fit")
 
 
@@ -157,7 +157,13 @@ def digits() -> Dataset:
     return Dataset("digits", tuple(str(digit) for digit in range(10)), train, test)
 
 
-def open_stream(config: StreamConfig, source: StreamEntry, root: Path, seed: int) -> Stream:
+LabelledSet = Callable[[StreamConfig, Path, int, Fit], Dataset | None]
+
+
+def open_stream(
+    config: StreamConfig, source: StreamEntry, root: Path, seed: int, labelled: LabelledSet | None = None
+) -> Stream:
+    """labelled: opens `stream.labelled`."""
     stream, pack = f"stream {config.name!r}", config.pack or source.pack
     if source.embedded is not None:
         if config.pack is not None:
@@ -168,7 +174,7 @@ def open_stream(config: StreamConfig, source: StreamEntry, root: Path, seed: int
     else:
         data = packed(root, pack)
     if data.folders == "tasks":
-        return unlabelled_stream(data, config, packed(root, config.labelled) if config.labelled else None)
+        return unlabelled_stream(data, config, labelled and labelled(config, root, data.size, data.fit))
     if config.labelled is not None:
         raise UserError(f"{data.name} has a folder per class and its own test images; leave out stream.labelled")
     if config.groups is None:
@@ -290,6 +296,7 @@ def digest(images: Images, chosen: np.ndarray) -> str:
 # Streams by name. To add one: pack its images (`ptlf data pack`) or write a loader such as `digits`, and add a line.
 MEMORY_VIEWS = {"views": {"memory": "memory-tinyimagenet"}}
 OWN_IMAGES = {"views": {"name": "gentle"}, "training": {"optimizer": {"name": "adamw"}, "lr": 1e-3}}
+OWN_IMAGES |= {"probes": {"knn_task": {"k": 10}, "knn_class": {"k": 10}}}  # as many neighbours in every row as in verdicts
 MEMBERS: dict[str, StreamEntry] = {
     "digits": stream_entry(digits, "scikit-learn's digits, embedded, 5 tasks x 2 classes", tasks=5, protocol="digits"),
     "split-cifar10": StreamEntry("CIFAR-10, 5 tasks x 2 classes, 32 px", "cifar10", tasks=5),

@@ -145,7 +145,7 @@ def test_a_run_records_the_probes_and_evaluate_repeats_them(tiny, tmp_path) -> N
 
 def test_the_command_takes_a_probe_and_knows_one_that_is_gone(run_copy) -> None:
     shown = run_cli("evaluate", run_copy, "--probe", "linear", "knn_task", "--probes.linear.epochs", 2).out
-    assert "linear_task: accuracy in %, bank:" in shown
+    assert "linear_task: accuracy in %, 144 test images, bank:" in shown
     assert "knn_task: accuracy" in shown
     assert "knn_class" not in shown
     assert "unknown probe 'knn'; did you mean" in run_cli("evaluate", run_copy, "--probe", "knn", code=2).err

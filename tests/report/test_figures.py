@@ -18,6 +18,7 @@ from PIL import Image
 from test_page import GALLERY
 
 from ptlf.cli import main
+from ptlf.evaluation import summary
 from ptlf.report import figures
 from ptlf.report.drawing import STEPS, coded, end_of, look, page_svg, style, themed
 from ptlf.report.measures import main_measures
@@ -76,7 +77,7 @@ def test_pictures_as_files_leave_matplotlib_as_it_was(tmp_path: Path) -> None:
     assert dict(matplotlib.rcParams) == before
     assert not (tmp_path / "runs" / "report.html").exists()
     names = {path.stem for path in (tmp_path / "figures").iterdir()}
-    of_the_run = {f"{what}-digits-simsiam-ptlf" for what in ("freezing", "ratios", "matrix-knn_task", "neighbours")}
+    of_the_run = {f"{what}-one" for what in ("freezing", "ratios", "matrix-knn_task", "neighbours")}
     assert {"answer-knn_task-accuracy", "cost-seconds", "loss-ssl", *of_the_run} <= names
     for name in names:
         root = ElementTree.parse(tmp_path / "figures" / f"{name}.svg").getroot()
@@ -165,12 +166,12 @@ def test_a_gallery_is_checked_and_its_tiles_cut(tmp_path: Path) -> None:
 
 
 def test_images_of_another_class_are_faded_and_underlined(tmp_path: Path) -> None:
-    made_up.write(tmp_path / "run", made_up.results(), GALLERY)
+    made_up.write(tmp_path / "run", made_up.results(), GALLERY | {"chance": 0.3})
     (group,) = read_comparison([tmp_path]).groups
     (axes,) = figures.nearest_images(group, COLOURS).axes
     faded = [image.get_alpha() for image in axes.images]
     assert faded == [None, 0.4, 0.4, 0.4, 0.4, None, None, 0.4, None, 0.4] and len(axes.lines) == 6
-    assert axes.get_title("left") == "Of the same class: 1 of 4 before training, 1 of 4 trained"
+    assert axes.get_title("left") == "Same class, of 4: 1 by chance, 1 ± 4 before training, 1 ± 4 trained"
     first, second = figures.feature_map(group, COLOURS).axes
     assert [len(axes.lines) for axes in (first, second)] == [3, 3]
 
@@ -189,7 +190,7 @@ def test_bands_of_accuracy_end_at_100(tmp_path: Path) -> None:
     runs = []
     for seed, value in enumerate((97.0, 100.0)):
         runs.append(made_up.results(tasks=2, seed=seed))
-        runs[-1]["probes"]["knn_task"] |= {"accuracy_by_task": [value, 90.0], "accuracy": value}
+        runs[-1]["probes"]["knn_task"] |= summary([[value] * 2]) | {"accuracy_by_task": [value, 90.0]}
     comparison = compare(tmp_path, *runs)
     (group,) = comparison.groups
     (axes,) = figures.over_tasks([(group, figures.by_task(group, "knn_task", "accuracy"))], 100.0, COLOURS).axes

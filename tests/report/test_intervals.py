@@ -6,7 +6,9 @@ from typing import Any
 import made_up
 import numpy as np
 import pytest
+from scipy import stats
 
+from ptlf.evaluation import summary
 from ptlf.report.intervals import images_behind, images_of_mean, neighbours_used, start_of, wilson
 from ptlf.report.page import page
 from ptlf.report.runs import read_comparison
@@ -17,8 +19,8 @@ pytestmark = pytest.mark.usefixtures("no_pictures")
 
 @pytest.mark.parametrize(("percent", "images"), [(0.0, 10), (42.72, 66), (91.2, 2000), (100.0, 37)])
 def test_wilson_solves_its_equation(percent: float, images: int) -> None:
-    """Its ends are the shares q that are 1.96 of their own standard errors from the share found."""
-    share, z = percent / 100, 1.96
+    """Its ends are the shares q that are z of their own standard errors from the share found."""
+    share, z = percent / 100, stats.norm.ppf(0.975)
     # (p - q)^2 = z^2 q (1 - q) / n
     ends = np.roots([1 + z**2 / images, -2 * share - z**2 / images, share**2])
     assert wilson(percent, images) == pytest.approx(sorted(100 * ends.real))
@@ -78,9 +80,10 @@ def test_the_encoder_before_training_has_its_name(tmp_path: Path) -> None:
 def test_training_that_made_it_worse_is_warned_of(tmp_path: Path) -> None:
     results = made_up.results()
     assert "worse" not in told(results) + shown(tmp_path / "better", results)
-    results["probes"]["knn_class"] |= {"accuracy": 42.72, "untrained_accuracy": 43.96}
-    warning = "training made knn_class worse: 43.96 % before (random encoder), 42.72 % after"
-    assert warning in told(results)
-    assert warning in shown(tmp_path / "worse", results)
+    results["probes"]["knn_class"] |= summary([[42.72] * 3]) | {"untrained": [43.96] * 3, "untrained_accuracy": 43.96}
+    warning = "training made knn_class worse by 1.24{} points: 43.96 % before (random encoder), 42.72 % after"
+    assert warning.format("") in told(results)
+    assert warning.format("") in shown(tmp_path / "worse", results)
+    warning = warning.format(" ± 0.35")
     for images, warned in ((500, False), (50_000, True)):  # of which such a difference may come by chance, or not
         assert (warning in told(results | {"test_images": [images] * 3})) == warned

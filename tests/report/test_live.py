@@ -54,6 +54,7 @@ def test_every_phase_is_named_and_counted_to_its_end(tmp_path) -> None:
         "correlation of task 2 with those before",
         *(f"testing after task 2 of 2, {part}" for part in ("features", "probes")),
         *(f"gallery after training, {part}" for part in ("features", "map")),
+        "comparing with the encoder before training",
     ]
     splits = run.stream.eval_splits
     assert told.phases[0]["of"] == sum(len(split.bank) + len(split.test) for split in splits)

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from ptlf.report.intervals import Interval, Ratio, cost_ratio, interval, verdict
+from ptlf.evaluation import summary
+from ptlf.report.intervals import Interval, Ratio, cost_ratio, interval, seeds_to_tell, verdict, worsened
 from ptlf.report.measures import COSTS, probe_measures, steady
 from ptlf.report.page import page
 from ptlf.report.runs import Comparison, Group, RunRecord, read_comparison
@@ -33,11 +34,36 @@ def test_what_may_be_said() -> None:
     assert cost_ratio({}, {0: 6.0}) is cost_ratio({0: 1.0}, {0: 0.0}) is None
 
 
+def test_how_many_seeds_would_tell() -> None:
+    """Of values with the same mean and deviation, with scipy's interval."""
+    assert seeds_to_tell(Interval(1.0, None, 1)) is seeds_to_tell(Interval(0.0, 1.0, 3)) is None
+    for half in (1.5, 4.0, 20.0):
+        count = seeds_to_tell(found := Interval(1.0, half, 3))
+        deviation = half * 3**0.5 / stats.t.ppf(0.975, 2)
+        tells = [stats.t.interval(0.95, n - 1, 1.0, deviation / n**0.5)[0] > 0 for n in (count - 1, count)]
+        assert tells == [False, True], found
+
+
+def test_what_training_made_worse_is_tested_in_pairs_of_seeds() -> None:
+    """Each by two points, whatever their accuracy; of one seed by as much as test images allow."""
+    cases = (
+        ([(80.0, 78.0), (60.0, 57.9), (70.0, 68.1)], 100, "worse by 2.00 ± 0.25 points"),
+        ([(80.0, 78.0), (60.0, 68.0), (70.0, 60.0)], 100, ""),
+        ([(80.0, 78.0)], 100, ""),
+        ([(80.0, 78.0), (60.0, None)], 10_000, "worse by 2.00 ± 1.13 points"),
+        ([(None, 78.0)], 10_000, ""),
+    )
+    for pairs, images, words in cases:
+        scores = [{"untrained_accuracy": was, "accuracy": now} for was, now in pairs]
+        said = worsened("knn", scores, "random encoder", images)
+        assert words in said and bool(words) == bool(said), pairs
+
+
 def runs(method: str, accuracies: list[float]) -> list[dict]:
     made = []
     for seed, accuracy in enumerate(accuracies):
         made.append(made_up.results(f"digits/simsiam/{method}", seed=seed))
-        made[-1]["probes"]["knn_task"]["accuracy"] = accuracy
+        made[-1]["probes"]["knn_task"] |= summary([[accuracy] * 3])
     return made
 
 

@@ -442,7 +442,7 @@ def test_a_run_that_cannot_begin_leaves_no_folder(root: Path, tmp_path) -> None:
         "--method multitask --freezing.policy none": "method 'multitask' trains on all tasks at once",
         "--checkpoint.enabled false": "without a checkpoint a run cannot continue",
         "--stream.tasks 2": "leave out --stream.tasks",
-        "--stream.labelled nothing": "no packed data set 'nothing'",
+        "--stream.labelled nothing": "no folder or file nothing, and no packed set of that name",
     }.items():
         assert told in learn(tmp_path / "run", root / "pictures" / "day1", *WORDS, *words.split(), code=2).err
         assert not (tmp_path / "run").exists(), words

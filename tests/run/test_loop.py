@@ -118,6 +118,7 @@ def test_what_a_run_leaves_behind(tiny, tmp_path) -> None:
     run = Run(tiny("digits/simsiam/lump", evaluation__gallery=True), folder)
     returned = run.train()
     written = {"config.yaml", "results.json", "metrics.jsonl", "encoder.safetensors", "gallery.json", "checkpoints"}
+    written |= {"evaluations.json"}
     assert {path.name for path in folder.iterdir()} == written
     results = json.loads((folder / "results.json").read_text())
     assert results == json.loads(json.dumps(returned))
@@ -275,10 +276,18 @@ def test_another_number_of_threads_is_told_on_resuming(tiny, tmp_path, monkeypat
     assert "threads" not in capsys.readouterr().err
     now = torch.get_num_threads()
     monkeypatch.setattr(torch, "get_num_threads", lambda: now + 2)
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    asked = list[int]()
+    monkeypatch.setattr(torch, "set_num_threads", asked.append)
+    with pytest.raises(Stopped):
+        Run(config, tmp_path / "run").train(StopsAt(1), resume=True)
+    assert asked == [now, now + 2] and "threads" not in capsys.readouterr().err  # the run's, and the caller's again
+    monkeypatch.setenv("OMP_NUM_THREADS", str(now + 4))
+    monkeypatch.setattr(torch, "get_num_threads", lambda: now + 4)
     Run(config, tmp_path / "run").train(resume=True)
     (line,) = [line for line in capsys.readouterr().err.splitlines() if "thread" in line]
-    assert line.startswith(f"ptlf: warning: the checkpoint is of {now} CPU threads, ")
-    assert f"now there are {now + 2}:" in line and line.endswith(f"set OMP_NUM_THREADS={now} for the same bits")
+    assert line.startswith(f"ptlf: warning: the checkpoint is of {now + 2} CPU threads, ")
+    assert f"now there are {now + 4}:" in line and line.endswith(f"set OMP_NUM_THREADS={now + 2} for the same bits")
 
 
 def test_features_are_measured_on_images_of_all_of_a_task(tiny, monkeypatch: pytest.MonkeyPatch) -> None:

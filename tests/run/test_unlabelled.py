@@ -141,9 +141,9 @@ def test_images_of_no_task_are_tested_among_all_classes(world: Path, tmp_path: P
     run = shutil.copytree(world / "run", tmp_path / "run")
     words = ["evaluate", run, "--trust-code", "--stream.labelled", world / "labelled"]
     cases = (
-        ([], ["knn_class"], "k = 30, bank"),
+        ([], ["knn_class"], "k = 10, 40 test images, bank"),
         (["linear"], ["linear"], ""),
-        (["knn_task"], ["knn_task"], "k = 2, bank"),
+        (["knn_task"], ["knn_task"], "k = 10, 40 test images, bank"),
     )
     for chosen, rows, k in cases:  # k: capped at the smallest class's images
         said = run_cli(*words, *(["--probe", *chosen] if chosen else []))
@@ -221,7 +221,8 @@ def test_an_encoder_that_training_made_worse_is_named(world: Path, tmp_path: Pat
     results["encoder_sha256"] = hashlib.sha256(file.read_bytes()).hexdigest()
     (tmp_path / "run" / "results.json").write_text(json.dumps(results))
     words = ["--trust-code", "--stream.labelled", world / "labelled", "--probe", "knn_class"]
-    pattern = r"training made knn_class worse: ([\d.]+) % before \(encoder before training\), 25\.00 % after"
+    points = r"worse by [\d.]+ ± [\d.]+ points"
+    pattern = rf"training made knn_class {points}: ([\d.]+) % before \(encoder before training\), 25\.00 % after"
     (before,) = re.findall(pattern, run_cli("evaluate", tmp_path / "run", *words).out)
     assert float(before) > 50
 

@@ -1,5 +1,6 @@
 """One sentence on whether learning helped, and a task that is taken back."""
 
+import re
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +12,7 @@ from ptlf.core.errors import UserError
 from ptlf.learner import Learner
 from ptlf.run.inference import LoadedEncoder
 from ptlf.run.recipes import default_recipe, resolve_config
-from ptlf.run.verdict import Verdict, colours, judge, neighbours_agree
+from ptlf.run.verdict import Verdict, colours, judge, near_copies, neighbours_agree, small_pixels
 from ptlf.stream import Images
 
 SMALL = {"training.epochs": 1, "training.batch": 4, "evaluation.gallery": False}
@@ -41,7 +42,7 @@ def test_neighbours_against_a_loop() -> None:
         near = sorted(others, key=lambda i: -unit[row] @ unit[i])[:7]
         votes = [sum(np.exp(unit[row] @ unit[i] / 0.1) for i in near if labels[i] == c) for c in range(3)]
         expected.append(float(np.argmax(votes) == labels[row]))
-    assert neighbours_agree(torch.from_numpy(x), torch.from_numpy(labels), 7).tolist() == expected
+    assert neighbours_agree(torch.from_numpy(x), torch.from_numpy(labels), 7, torch.arange(40)).tolist() == expected
 
 
 def test_a_verdict_is_paired_and_can_say_no(tmp_path: Path) -> None:
@@ -55,14 +56,42 @@ def test_a_verdict_is_paired_and_can_say_no(tmp_path: Path) -> None:
     gain, sure = better.gains["the given encoder"]
     assert gain == pytest.approx(better.accuracy - better.others["the given encoder"]) and 0 < sure < gain
     assert "Better than the given encoder" in better.sentence(tmp_path)
-    assert f"Worse than the given encoder; `ptlf learn {tmp_path} --undo`" in worse.sentence(tmp_path)
-    assert "these images cannot tell, many more could" in same.sentence(tmp_path)
-    assert same.gains["the given encoder"] == (0.0, 0.0)
-    close = Verdict(
-        "x", 100, 62.0, {"start": 60.0, "colours": 70.0}, {"start": (2.0, 4.0), "colours": (-8.0, 5.0)}, True
+    assert worse.sentence(tmp_path).endswith(" Worse than the given encoder: do not use it.")
+    for task in ("0001-a", "0002-b"):
+        (tmp_path / "tasks" / task).mkdir(parents=True)
+    assert f"do not use it; `ptlf learn {tmp_path} --undo` takes" in worse.sentence(tmp_path)
+    assert "These images cannot tell whether it is better than the given encoder, many more could" in same.sentence(
+        tmp_path
     )
-    told = close.sentence(tmp_path)
-    assert "about 400 could" in told and "not shown to be better than colours" in told and "5 or 50 neighbours" in told
+    assert same.gains["the given encoder"] == (0.0, 0.0)
+    others, gains = {"start": 60.0, "colours": 70.0}, {"start": (2.0, 4.0), "colours": (-8.0, 5.0)}
+    told = Verdict("x", 100, 62.0, others, gains, 3, True).sentence(tmp_path)
+    for words in (
+        "+2.0 ± 4.0 over start (60.0), -8.0 ± 5.0 against colours (70.0)",
+        "about 400 could",
+        "5 or 50 neighbours",
+    ):
+        assert words in told
+    assert "; worse than colours: not worth using yet; train longer. 3 are near copies" in told
+    told = Verdict("x", 100, 62.0, others, {"start": (4.0, 2.0), "colours": (1.0, 5.0)}).sentence(tmp_path)
+    assert told.endswith("Better than start; not shown to be better than colours.")
+
+
+def test_near_copies_do_not_vote_on_each_other_and_widen_the_interval() -> None:
+    """Noise: each image would name the label of its copy, and no other."""
+    random = np.random.default_rng(0)
+    once = random.integers(0, 255, (60, 8, 8, 3)).astype(np.uint8)
+    pixels, labels = np.concatenate([once, once, once ^ 1]), np.tile(np.arange(60) % 5, 3)
+    groups = near_copies(small_pixels(torch.from_numpy(pixels)))
+    assert groups.tolist() == groups[:60].tolist() * 3 and groups.unique().numel() == 60
+    found = judge("x", Images(pixels, labels), loaded(False), loaded(True), "the untrained encoder")
+    assert found.copies == 180 and found.accuracy < 50 and "180 are near copies of others" in found.sentence(Path())
+    x = small_pixels(torch.from_numpy(pixels))
+    assert neighbours_agree(x, torch.from_numpy(labels), 1, torch.arange(180)).mean() == 1
+    alone = judge("x", Images(once, labels[:60]), loaded(False), loaded(True), "the untrained encoder")
+    assert alone.copies == 0 and found.gains["raw pixels"][1] > 0.8 * alone.gains["raw pixels"][1]
+    alike = near_copies(torch.ones(9, 4) + 0.001 * torch.rand(9, 4))
+    assert alike.tolist() == list(range(9))  # of nearly equal images none is a copy
 
 
 def test_colours_count_pixels() -> None:
@@ -97,10 +126,10 @@ def test_labelled_images_are_judged_after_a_task_and_by_evaluate(tmp_path: Path)
     words = ["--encoder.name", "conftest:tiny_encoder", "--training.epochs", 1, "--training.batch", 4]
     run = tmp_path / "run"
     first = run_cli("learn", run, tmp_path / "day1", *words, "--size", 8, "--evaluation.gallery", "false")
-    assert "without labelled images nothing here tells whether that helped" in " ".join(first.out.split())
+    assert "without labelled images nothing tells whether that helped" in " ".join(first.out.split())
     assert "begins with random weights" in " ".join(first.err.split())
     shown = run_cli("evaluate", run, "--stream.labelled", tmp_path / "known", "--trust-code").out
-    assert "% of 12 images of known; the untrained encoder" in " ".join(shown.split())
+    assert re.search(r"On 12 images of known: \S+ %, \S+ ± \S+ \w+ the untrained encoder", " ".join(shown.split()))
     run_cli("learn", run, tmp_path / "known" / "a", "--trust-code")
     shown = run_cli("learn", run, "--undo", "--trust-code").out
     assert "a is taken back; the encoder is the one after day1" in shown
