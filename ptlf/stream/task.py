@@ -296,7 +296,7 @@ def digest(images: Images, chosen: np.ndarray) -> str:
 # Streams by name. To add one: pack its images (`ptlf data pack`) or write a loader such as `digits`, and add a line.
 MEMORY_VIEWS = {"views": {"memory": "memory-tinyimagenet"}}
 OWN_IMAGES = {"views": {"name": "gentle"}, "training": {"optimizer": {"name": "adamw"}, "lr": 1e-3}}
-OWN_IMAGES |= {"probes": {"knn_task": {"k": 10}, "knn_class": {"k": 10}}}  # as many neighbours in every row as in verdicts
+OWN_IMAGES |= {"probes": {"knn_task": {"k": 10}, "knn_class": {"k": 10}}}  # one k for all rows and verdicts
 MEMBERS: dict[str, StreamEntry] = {
     "digits": stream_entry(digits, "scikit-learn's digits, embedded, 5 tasks x 2 classes", tasks=5, protocol="digits"),
     "split-cifar10": StreamEntry("CIFAR-10, 5 tasks x 2 classes, 32 px", "cifar10", tasks=5),
