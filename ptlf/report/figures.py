@@ -275,7 +275,7 @@ def nearest_images(group: Group, colours: Colours) -> Canvas:
     chance = f"{gallery['chance'] * total:.0f} by chance, " if "chance" in gallery else ""
     side, starts = (HALF - 20) / (2 * count + 1.6), (0.0, 1.3, count + 1.6)
     kind = "class" if gallery.get("labelled", True) else "task"
-    title = f"Same {kind}, of {total}: {chance}{said[0]} before training, {said[1]} trained"
+    title = f"Same {kind}, of {total}: {chance}{said[0]} before, {said[1]} trained"
     canvas, axes = frame(colours, side * len(queries) + 14, left=12.0, bottom=4.0, title=title)
     for start, name in zip(starts, ("image", "nearest, before training", "nearest, trained"), strict=True):
         axes.text(start, -0.1, name, color=colours["soft"])

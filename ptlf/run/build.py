@@ -277,10 +277,6 @@ def make_model(
     config: Config, stream: Stream, size: int, device: torch.device, encoder: nn.Module, dtype: torch.dtype
 ) -> Model:
     set_normalisation(encoder, config.encoder)
-    if ENCODERS.names_code(config.encoder.name) and getattr(encoder, "normalisation", None) is None:
-        view = named_views(config.views.name, size)[0]
-        how = f"mean {[*view.mean]} and std {[*view.std]}, the views' own; --encoder.mean and --encoder.std change that"
-        info(f"encoder {config.encoder.name!r} does not say how its inputs are normalised: by {how}")
     with seeded(config.seed, "adapted encoder"):
         encoder = METHODS.find(config.method.name).adapt_encoder(config.method, encoder, len(stream.tasks))
     objective = OBJECTIVES.find(config.objective.name)
@@ -291,6 +287,10 @@ def make_model(
             raise UserError(f"encoder {config.encoder.name!r} cannot be trained: {error}") from None
         except (ValueError, RuntimeError, StopIteration) as error:
             raise UserError(f"encoder {config.encoder.name!r} does not take images of {size} px: {error}") from error
+    if ENCODERS.names_code(config.encoder.name) and getattr(encoder, "normalisation", None) is None:
+        view = named_views(config.views.name, size)[0]
+        how = f"mean {[*view.mean]} and std {[*view.std]}, the views' own; --encoder.mean and --encoder.std change that"
+        info(f"encoder {config.encoder.name!r} does not say how its inputs are normalised: by {how}")
     kind = choose_engine(config.training.engine, device)
     accelerator = make_accelerator(kind, processes.share(config.training.batch), device, dtype)
     accelerator.prepare(heads)

@@ -171,7 +171,7 @@ def test_images_of_another_class_are_faded_and_underlined(tmp_path: Path) -> Non
     (axes,) = figures.nearest_images(group, COLOURS).axes
     faded = [image.get_alpha() for image in axes.images]
     assert faded == [None, 0.4, 0.4, 0.4, 0.4, None, None, 0.4, None, 0.4] and len(axes.lines) == 6
-    assert axes.get_title("left") == "Same class, of 4: 1 by chance, 1 ± 4 before training, 1 ± 4 trained"
+    assert axes.get_title("left") == "Same class, of 4: 1 by chance, 1 ± 4 before, 1 ± 4 trained"
     first, second = figures.feature_map(group, COLOURS).axes
     assert [len(axes.lines) for axes in (first, second)] == [3, 3]
 
