@@ -16,7 +16,7 @@ from safetensors import safe_open
 from torch import Tensor, nn
 
 from ptlf.core import processes
-from ptlf.core.errors import Refusals, UserError, info, short_repr, warn
+from ptlf.core.errors import Refusals, UserError, short_repr, warn
 from ptlf.core.memory import check_fits
 from ptlf.core.randomness import Randomness, derived_seed, seeded
 from ptlf.core.settings import as_dict
@@ -287,10 +287,6 @@ def make_model(
             raise UserError(f"encoder {config.encoder.name!r} cannot be trained: {error}") from None
         except (ValueError, RuntimeError, StopIteration) as error:
             raise UserError(f"encoder {config.encoder.name!r} does not take images of {size} px: {error}") from error
-    if ENCODERS.names_code(config.encoder.name) and getattr(encoder, "normalisation", None) is None:
-        view = named_views(config.views.name, size)[0]
-        how = f"mean {[*view.mean]} and std {[*view.std]}, the views' own; --encoder.mean and --encoder.std change that"
-        info(f"encoder {config.encoder.name!r} does not say how its inputs are normalised: by {how}")
     kind = choose_engine(config.training.engine, device)
     accelerator = make_accelerator(kind, processes.share(config.training.batch), device, dtype)
     accelerator.prepare(heads)

@@ -149,6 +149,10 @@ class Run:
         data = f"{len(tasks)} task{many}, {images} images of {self.stream.size} px, {epochs} epoch{each} each"
         about = [f"{data}, {self.config.encoder.name} with {units} units, on {self.device}"]
         about += [chosen] if (chosen := str(self.trainer.arithmetic)) else []
+        if self.components.own_encoder and getattr(self.model.encoder, "normalisation", None) is None:
+            view = self.components.view_specs[0]
+            own = f"the views' mean {[*view.mean]} and std {[*view.std]}; --encoder.mean and --encoder.std give others"
+            about.append(f"the encoder does not say how its inputs are normalised: by {own}")
         if self.components.weights and at == Position():
             about += self.components.weights.lines()
         if at != Position():

@@ -36,7 +36,7 @@ def test_the_first_hour(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     first = run_cli("learn", "run", "photos/day1", *words)
     said = " ".join(first.err.split())
     assert "the first image has 12 x 12 px, all become squares of 32 px; --size" in said
-    assert "does not say how its inputs are normalised: by mean [" in said and "--encoder.mean" in said
+    assert "does not say how its inputs are normalised: by the views' mean [" in " ".join(first.out.split())
     verdict = "On 12 images of labelled: "
     assert verdict in first.out and "knn_class: accuracy in %, k = 5, 2 test images" in first.out
     assert "knn_task" not in first.out  # the same test under another name
