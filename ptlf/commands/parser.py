@@ -171,6 +171,7 @@ def add_training_verbs(verb: Verb) -> None:
     epilog = (
         "SOURCE: a folder of images; train/ and test/ with a folder per class; a packed set; an .npz with `images`.\n"
         "Labels are used for testing only. Without SOURCE, a task that was interrupted is finished.\n"
+        "--stream.labelled FOLDER, for a new run: a folder per class on which every task is judged.\n"
         "A new run takes settings, as `ptlf train` does. Later only --device, --log, --evaluation.tasks may be given."
     )
     usage = "%(prog)s RUN [SOURCE] [--recipe ...] [--watch DIR] [...]"
@@ -219,7 +220,7 @@ def add_encoder_verbs(verb: Verb) -> None:
     add("--probe", "probes to run (see `ptlf list probes`; default: those the run used)", nargs="+", metavar="NAME")
 
     add = verb("embed", "encoder", "Write the features of any images, by the encoder of a run, to one file.")
-    add("folder", "the run's folder", Path, metavar="RUN")
+    add("folder", "the run's folder, or its encoder.safetensors", Path, metavar="RUN")
     add("images", "folders of any depth, packed sets, .npz or .npy files", nargs="+", metavar="IMAGES")
     about = "FILE.npz (names, features, labels if there are folders per class) or FILE.parquet (name, label, features)"
     add("--out", about, new_file, required=True, metavar="FILE")
