@@ -15,7 +15,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 import ptlf
-from ptlf.core.errors import UserError, import_optional, warn
+from ptlf.core.errors import UserError, import_optional, printable, warn
 from ptlf.core.files import whole_file
 from ptlf.core.randomness import seeded
 from ptlf.core.reading import NUMBER, check_shape
@@ -250,6 +250,7 @@ def parquet_writer(path: Path, dim: int) -> Iterator[Write]:
 
         def write(names: list[str], labels: list[str | None], features: np.ndarray) -> None:
             vectors = arrow.FixedSizeListArray.from_arrays(arrow.array(features.astype(np.float32).reshape(-1)), dim)
+            names = [*map(printable, names)]  # a file's name need not be UTF-8
             file.write_table(arrow.table([names, labels, vectors], schema=schema))
 
         yield write

@@ -95,3 +95,11 @@ def test_a_busy_machine_gets_as_many_threads_as_cores_are_idle(
     monkeypatch.setenv("OMP_NUM_THREADS", asked) if asked else monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     processes.use_idle_cores()
     assert chosen == expected
+
+
+def test_a_table_takes_names_that_are_not_utf8(finished_run: ptlf.Run, tmp_path: Path) -> None:
+    parquet = pytest.importorskip("pyarrow.parquet")
+    odd = paint(tmp_path / "odd", 1) / "a\udcff.png"
+    (tmp_path / "odd" / "00.png").rename(odd)
+    run_cli("embed", finished_run.folder, odd.parent, "--out", tmp_path / "f.parquet")
+    assert parquet.read_table(tmp_path / "f.parquet").column("name").to_pylist() == ["a\\udcff.png"]
