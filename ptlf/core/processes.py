@@ -91,7 +91,7 @@ def use_idle_cores() -> None:
     """No more threads than cores that other programs leave idle: on a busy core a step waits for its slowest thread.
     The number that OMP_NUM_THREADS asks for stays, and where the system does not say what is idle."""
     before, cores, ticks = torch.get_num_threads(), os.cpu_count() or 1, Path("/proc/stat")
-    if "OMP_NUM_THREADS" not in os.environ and ticks.exists():
+    if "OMP_NUM_THREADS" not in os.environ and not torch.cuda.is_available() and ticks.exists():
         first = [int(word) for word in ticks.read_text().split()[1:9]]  # of all cores; idle are the fourth and fifth
         time.sleep(LOOK)
         spent = [int(word) - then for word, then in zip(ticks.read_text().split()[1:9], first, strict=True)]

@@ -85,9 +85,7 @@ def judge(name: str, images: Images, now: LoadedEncoder, start: LoadedEncoder, s
         sums = torch.zeros(len(rows), dtype=torch.double).index_add_(0, groups, difference - mean)
         return float(mean), Z * float(sums.square().sum().sqrt()) / len(rows)
 
-    signs = {
-        int(np.sign(value) if abs(value) > sure else 0) for value, sure in (gain(start_name, k) for k in NEIGHBOURS)
-    }
+    signs = {(value > sure) - (value < -sure) for value, sure in (gain(start_name, k) for k in NEIGHBOURS)}
     accuracy = {way: 100 * float(each[NEIGHBOURS[0]].mean()) for way, each in right.items()}
     gains, copies = {way: gain(way) for way in ways if way != "now"}, int((groups.bincount()[groups] > 1).sum())
     return Verdict(name, len(rows), accuracy.pop("now"), accuracy, gains, copies, len(signs) > 1)
