@@ -14,6 +14,7 @@ from ptlf.report.measures import COSTS, probe_measures, steady
 from ptlf.report.page import page
 from ptlf.report.runs import Comparison, Group, RunRecord, read_comparison
 from ptlf.report.tables import show_runs
+from ptlf.report.verdicts import group_verdicts, latest_verdicts, ranking
 
 pytestmark = pytest.mark.usefixtures("no_pictures")
 
@@ -93,6 +94,39 @@ def test_the_table_says_better_only_of_what_is_told_apart() -> None:
     assert found == ["+1.00 ± 0.25 better", "+0.67 ± 6.25"]
     single = {"a/lump": made["a/lump"], "a/x": made["a/x"][:1]}
     assert "By seed" not in made_up.printed(show_runs, single, "a/lump")
+
+
+def test_what_is_highest_by_chance_is_not_called_so() -> None:
+    """Vague over three seeds, and one seed of 300 test images; the random encoder of all has 60 %."""
+    vague, clear = (
+        Comparison([Group(runs("lump", BASE), "lump"), Group(runs("ptlf", values), "ptlf")], {}, None)
+        for values in (VAGUE, CLEAR)
+    )
+    for comparison in (vague, clear):
+        for place, group in enumerate(comparison.groups):
+            group.runs = [RunRecord(Path(), one | {"test_images": [100] * 3}) for one in group.runs]
+            for run in group.runs:
+                run.results["probes"]["knn_task"]["untrained_accuracy"] = 60.0
+            group.place = place
+    said = (
+        "ptlf has the highest accuracy (knn_task), 82.67 %, but is not shown to be above lump (82.00 %; about 58 seeds"
+    )
+    assert ranking(vague).startswith(said) and "random" not in ranking(vague)
+    assert ranking(clear) == ""
+    for group in clear.groups:
+        group.runs = group.runs[:1]
+    assert "above lump (80.00 %; about 1" in ranking(clear) and "test images would tell" in ranking(clear)
+
+
+def test_verdicts_of_several_seeds_are_counted() -> None:
+    test = {"images": "x", "tasks": 3, "verdict": "v.", "probes": {}}
+    records = [
+        RunRecord(Path(), made_up.results(seed=seed), tests=[test | {"gains": {"the start": [gain, 1.0]}}])
+        for seed, gain in enumerate((2.0, 0.5, -3.0))
+    ]
+    assert group_verdicts(Group(records)) == ["Of 3 seeds 1 are better and 1 worse than the random encoder."]
+    assert group_verdicts(Group(records[:1])) == ["v."]
+    assert latest_verdicts([test, test | {"verdict": "w."}], 4) == ["After 3 of 4 tasks. w."]
 
 
 SECONDS = [(100.0, 80.0), (120.0, 90.0), (90.0, 75.0)]  # lump, ptlf
