@@ -49,6 +49,7 @@ def process() -> Iterator[None]:
         patch.setattr("ptlf.training.arithmetic.MIN_FLOPS", float("inf"))  # nothing is timed: float32, everywhere alike
         # Waiting for the disk proves nothing here; what must reach it is tested with an fsync of the test's own.
         patch.setattr(os, "fsync", lambda descriptor: None)
+        patch.setattr("ptlf.evaluation.gallery.POINTS", 60)  # t-SNE of more takes seconds
         yield
 
 

@@ -27,6 +27,7 @@ import pytest
 from conftest import tiny_config
 from PIL import Image
 from test_architecture import TREES
+from torch.distributed.run import get_args_parser
 
 import ptlf
 from ptlf.cli import main
@@ -111,8 +112,6 @@ def photographs(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
             save_photograph(rng, tmp_path / "labelled" / name / f"{index}.png", colour)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PTLF_DATA", str(tmp_path / "data"))
-    monkeypatch.setenv("PYTHONPATH", str(ROOT))
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
 
 
 def shortened(words: list[str]) -> list[str]:
@@ -132,13 +131,15 @@ def shortened(words: list[str]) -> list[str]:
 
 
 def run_command(words: list[str]) -> None:
-    """`ptlf` and our scripts in this process, `torchrun` in others."""
+    """In this process: what `torchrun` and submitit would start is run as it is. Tests of their own start them."""
     if words[0] == "torchrun":
-        place = words.index("ptlf") + 1
-        launch = [sys.executable, "-m", "torch.distributed.run", *words[1:place], *shortened(words[place:])]
-        done = subprocess.run(launch, capture_output=True, text=True, timeout=300)
-        assert done.returncode == 0, done.stderr
-    elif words[0] == "python":
+        launch = get_args_parser().parse_args(words[1:])
+        assert launch.module and launch.training_script == "ptlf"
+        words = ["ptlf", *launch.training_script_args]
+    if "--cluster" in words:
+        parse(words[1:])
+        words = words[: words.index("--cluster")]
+    if words[0] == "python":
         name, *rest = words[2:] if words[1] == "-m" else shortened(words[1:])
         module = importlib.import_module(
             f"{name}.__main__" if words[1] == "-m" else name.removesuffix(".py").replace("/", ".")
@@ -184,7 +185,7 @@ RUN = [path for path in PAGES if any(block.runs for block in blocks(path) if blo
 
 @pytest.mark.slow
 @pytest.mark.parametrize("path", RUN, ids=lambda path: path.relative_to(ROOT).as_posix())
-@pytest.mark.usefixtures("photographs")
+@pytest.mark.usefixtures("photographs", "no_pictures")
 def test_every_block_of_a_page_runs(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for text, pattern in zip(run_page(path), PRINTED.get(path.name, ()), strict=False):
         assert re.search(pattern, text), (text, pattern)

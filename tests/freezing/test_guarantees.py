@@ -148,7 +148,7 @@ def test_compiled(name, save_memory):
     names = [unit.name for unit in units]
     torch._dynamo.reset()
     compiled = torch.compile(model, backend="aot_eager", dynamic=False)
-    for chosen in ([], names[:2], names[1::2], names[2:4], [], names[:1]):
+    for chosen in ([], names[:2], names[1::2], []):
         freezer.freeze_only(chosen)
         compare(model, freezer, twin, x, compiled)
     freezer.thaw()
