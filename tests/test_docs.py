@@ -122,7 +122,7 @@ def shortened(words: list[str]) -> list[str]:
     if verb in ("train", "sweep", "benchmarks/frontier.py") and "--resume" not in rest and digits:
         fewer = ["--seeds", "0", "1"] if "--seeds" in rest else []
         small = ["--training.epochs", "1", "--stream.groups", "[[0,1],[2,3]]", "--stream.per_class", "30"]
-        return [*words, *fewer, *small, "--training.batch", "64", "--evaluation.gallery", "false"]
+        return [*words, *fewer, *small, "--training.batch", "32", "--evaluation.gallery", "false"]
     if verb == "learn" and "--training.epochs" not in rest and not Path(rest[0]).exists():
         return [*words, "--encoder.name", "resnet18-mini", "--training.epochs", "1", "--training.batch", "16"]
     if verb == "benchmarks/freezing.py":

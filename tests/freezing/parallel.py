@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from promise import PREFIX, SCATTERED, keys_of, network, promise, snapshot
+from promise import NETWORKS, PREFIX, SCATTERED, keys_of, network, promise, snapshot
 from test_freezer import loss_of
 from torch import Tensor, distributed, nn
 
@@ -16,12 +16,14 @@ RANKS = 2
 Course = list[tuple[set[str], set[str], dict[str, Tensor]]]  # of a step: frozen before and after it, and the state
 
 
-def in_process(rank: int, work: Callable[[int, str], object], name: str, folder: Path) -> None:
-    """Ends without taking torch and its process group apart: their threads abort there at times."""
+def in_process(rank: int, folder: Path) -> None:
+    """Saves the results of `ddp` and `fsdp` by name and network. Ends without taking torch and its process group apart:
+    their threads abort there at times."""
     torch.set_num_threads(1)
     store = f"file://{folder}/store"
     distributed.init_process_group("gloo", init_method=store, rank=rank, world_size=RANKS)
-    torch.save(work(rank, name), folder / f"{rank}.part")
+    results = {(work.__name__, name): work(rank, name) for work in (ddp, fsdp) for name in NETWORKS}
+    torch.save(results, folder / f"{rank}.part")
     (folder / f"{rank}.part").rename(folder / f"{rank}.pt")
     while not all((folder / f"{other}.pt").exists() for other in range(RANKS)):  # the other may still be sent something
         time.sleep(0.01)

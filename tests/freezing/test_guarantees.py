@@ -8,6 +8,7 @@ import io
 import itertools
 import re
 from pathlib import Path
+from typing import Any
 
 import parallel
 import pytest
@@ -113,12 +114,19 @@ def test_averages_of_weights(name):
     promise(model, freezer, averaged_step, PREFIX[name])
 
 
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> list[dict[tuple[str, str], Any]]:
+    """What each of two processes holds at the end."""
+    folder = tmp_path_factory.mktemp("pair")
+    torch.multiprocessing.spawn(parallel.in_process, (folder,), nprocs=parallel.RANKS)
+    return [torch.load(folder / f"{rank}.pt") for rank in range(parallel.RANKS)]
+
+
 @pytest.mark.parametrize("name", NETWORKS)
-def test_distributed_data_parallel(name, tmp_path):
+def test_distributed_data_parallel(name, pair):
     """Both processes hold the same bits; without batch norm, those of one process with the whole batch but for
     rounding."""
-    torch.multiprocessing.spawn(parallel.in_process, (parallel.ddp, name, tmp_path), nprocs=parallel.RANKS)
-    first, second = (torch.load(tmp_path / f"{rank}.pt") for rank in range(parallel.RANKS))
+    first, second = (results["ddp", name] for results in pair)
     before: dict[str, Tensor] = {}
     for (held, then, here), (*_, there), (*_, alone) in zip(first, second, parallel.alone(name), strict=True):
         weights = {key for key in here if "running" not in key}  # of trained norms, each process has its own
@@ -133,9 +141,8 @@ def test_distributed_data_parallel(name, tmp_path):
 
 
 @pytest.mark.parametrize("name", NETWORKS)
-def test_fully_sharded_data_parallel(name, tmp_path):
-    torch.multiprocessing.spawn(parallel.in_process, (parallel.fsdp, name, tmp_path), nprocs=parallel.RANKS)
-    first, second = (torch.load(tmp_path / f"{rank}.pt") for rank in range(parallel.RANKS))
+def test_fully_sharded_data_parallel(name, pair):
+    first, second = (results["fsdp", name] for results in pair)
     assert all(torch.equal(first[key], second[key]) for key in first if "running" not in key)
 
 
