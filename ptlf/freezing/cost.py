@@ -1,6 +1,8 @@
 """What a training step costs, or would cost with other units frozen, and what each unit saves."""
 
 import copy
+import functools
+import gc
 import re
 import weakref
 from collections import defaultdict
@@ -11,7 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
@@ -116,65 +118,70 @@ class Estimate:
         return "\n".join(lines)
 
 
-@torch.inference_mode(False)
 def step_cost(
     module: nn.Module,
-    optimizers: Sequence[Optimizer],
     example: Any,
     folded: Sequence[Tensor] = (),
     loss: Loss | None = None,
     *,
+    optimizer_bytes: int = 0,
     backward: bool = True,
 ) -> CostEstimate:
-    """Cost of a step on `example`, in the module's current mode and autocast, which is left unchanged.
-
-    The step runs on fake tensors, without memory, or for real if the forward looks at values: then tensors are copied.
+    """Cost of a step on `example`, which is run, in the module's current mode and autocast.
 
     loss: by default the sum of all outputs. backward: whether to count its FLOPs.
     """
-    example = tree_map_only(Tensor, lambda tensor: tensor.clone() if tensor.is_inference() else tensor, example)
     held = [*module.parameters(), *module.buffers(), *folded]
     trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    (args, kwargs), total = arguments(example), torch.zeros(())
 
-    def on_device(tensor: Tensor) -> Tensor:
-        return torch.empty_like(tensor, device=held[0].device) if tensor.is_meta else tensor
+    def forward() -> Tensor:
+        nonlocal total
+        output = module(*args, **kwargs)
+        results = (tensor.sum() for tensor in tensors_in(output) if tensor.requires_grad)
+        total = sum(results, total) if loss is None else loss(output)
+        return total
 
-    def run(example: Any, exclude: Sequence[Tensor]) -> tuple[int, int]:
-        """Bytes kept and FLOPs of backward."""
-        (args, kwargs), total = arguments(example), torch.zeros(())
-
-        def forward() -> Tensor:
-            nonlocal total
-            output = module(*args, **kwargs)
-            results = (tensor.sum() for tensor in tensors_in(output) if tensor.requires_grad)
-            total = sum(results, total) if loss is None else loss(output)
-            return total
-
-        torch.clear_autocast_cache()  # it must hold no real cast for the fakes, nor a fake one afterwards
-        try:
-            with torch.enable_grad():
-                kept = kept_bytes(forward, exclude)
-            return kept, backward_flops(total, trained) if backward and total.requires_grad and trained else 0
-        finally:
-            torch.clear_autocast_cache()
-
+    torch.clear_autocast_cache()  # it must hold no real cast for fake tensors, nor a fake one afterwards
     try:
-        with unchanged(module, values=False), mode:
-            # Views of a parameter alias its fake.
-            kept, flops = run(tree_map_only(Tensor, on_device, example), [*held, *map(mode.from_tensor, held)])
-    except Exception:  # fakes may raise anything; what is not their fault the real step raises again
-        if any(tensor.is_meta for tensor in tensors_in(example)):
-            raise
-        with unchanged(module):
-            kept, flops = run(example, held)
+        with torch.enable_grad():
+            kept = kept_bytes(forward, held)
+        flops = backward_flops(total, trained) if backward and total.requires_grad and trained else 0
+    finally:
+        torch.clear_autocast_cache()
     return CostEstimate(
         kept_bytes=kept,
         backward_flops=flops,
         gradient_bytes=sum(parameter.nbytes for parameter in trained),
-        optimizer_bytes=sum(state_bytes(optimizer, trained) for optimizer in optimizers),
+        optimizer_bytes=optimizer_bytes,
         held_bytes=sum(tensor.nbytes for tensor in held),
     )
+
+
+def without_values(mode: FakeTensorMode, example: Any, device: torch.device) -> Any:
+    """The example among the fake tensors of `mode`; what is on the meta device comes to `device`."""
+
+    def fake(tensor: Tensor) -> Tensor:
+        with mode:
+            return torch.empty_like(tensor, device=device) if tensor.is_meta else mode.from_tensor(tensor)
+
+    return tree_map_only(Tensor, fake, example)
+
+
+def check_none_left(mode: FakeTensorMode, module: nn.Module) -> None:
+    """Raise if anything still holds a fake tensor of `mode`: training with it would do nothing, without a word."""
+    sources = {type(part).__module__ for part in module.modules()}
+    for _ in range(2):
+        gc.collect()
+        alive = gc.get_objects()
+        if not any(type(thing) is FakeTensor and thing.fake_mode is mode for thing in alive):
+            return
+        for thing in alive:
+            if type(thing) is functools._lru_cache_wrapper and thing.__module__ in sources:
+                thing.cache_clear()
+        del alive
+    kept = "a hook, or code of the module, has kept a tensor of the estimate outside of the module, as in a global variable"
+    raise RuntimeError(f"{kept}; it has no values: take it away before you train, and take the hook or code away")
 
 
 def state_bytes(optimizer: Optimizer, parameters: Sequence[Tensor]) -> int:

@@ -5,7 +5,7 @@ output, and parameters of no layer that belong to it: see `Ownership`.
 """
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from os.path import commonprefix
 from typing import Any
@@ -13,8 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import Node
+from torch.nn.parameter import UninitializedTensorMixin
 
-from ptlf.freezing.recording import ForwardRecord, Layer, record_forward, storage, tensors_in
+from ptlf.freezing.recording import BATCH_NORMS, ForwardRecord, Layer, record_forward, storage, tensors_in
 
 # Frozen, these save no input for backward; the other layers do, as in plain PyTorch.
 SPARING = (nn.Conv2d, nn.Linear, nn.MultiheadAttention)
@@ -41,10 +42,15 @@ class Unit:
         inner = [layer.in_proj_weight, layer.q_proj_weight, layer.k_proj_weight, layer.v_proj_weight]
         return [*(weight for weight in inner if weight is not None), layer.out_proj.weight]
 
+    def places(self) -> list[tuple[nn.Module, str]]:
+        """The modules that hold the parameters, and the parameters' names there."""
+        modules = [*self.layer.modules(), *(self.norm.modules() if self.norm is not None else ())]
+        own = [(module, key) for module in modules for key in module._parameters]
+        return [*own, *((module, name.rpartition(".")[2]) for name, module in self.extra.items())]
+
     def parameters(self) -> list[nn.Parameter]:
-        extra = (module._parameters[name.rpartition(".")[2]] for name, module in self.extra.items())
-        own = [*self.layer.parameters(), *(self.norm.parameters() if self.norm is not None else ())]
-        return [*own, *(parameter for parameter in extra if parameter is not None)]
+        held = [module._parameters.get(key) for module, key in self.places()]
+        return list(dict.fromkeys(parameter for parameter in held if parameter is not None))
 
     @property
     def norms(self) -> list[nn.Module]:
@@ -80,6 +86,8 @@ def find_units(module: nn.Module, example: Any = None) -> list[Unit]:
 def trace(module: nn.Module, example: Any = None) -> Trace:
     """Trace one forward in eval mode and one in train mode. The module is left unchanged."""
     errors = []
+    if any(isinstance(tensor, UninitializedTensorMixin) for tensor in (*module.parameters(), *module.buffers())):
+        raise ValueError(f"{type(module).__name__} has lazy layers without weights yet; run one forward first")
     for guess in _guesses(module) if example is None else [example]:
         try:
             record, output = record_forward(module, guess)
@@ -115,7 +123,11 @@ def _analyse(module: nn.Module, record: ForwardRecord, output: Any) -> Trace:
             norm_of.setdefault(first.layer, norm)
     units = [Unit(names[m], m, norm_of.get(m), names.get(norm_of.get(m))) for m in record.layers]
     graph = Ownership(record, units, output)
-    seen = Trace(units, {unit.name for unit in units if _feeds_only_its_norm(unit, record, graph)})
+    seen = Trace(units)
+    for unit in units:
+        holder = module.get_submodule((unit.norm_name or "").rpartition(".")[0])
+        if _feeds_only_its_norm(unit, record, graph, holder.children()):
+            seen.foldable.add(unit.name)
     for relu, storages in record.relus.items():
         keepers = set().union(*(record.keepers.get(storage, set()) for storage in storages))
         if all(keeper in record.layers and isinstance(keeper, SPARING) for keeper in keepers):
@@ -127,6 +139,8 @@ def _analyse(module: nn.Module, record: ForwardRecord, output: Any) -> Trace:
             owner = None if parameter in owned else graph.owner_of_parameter(parameter, path)
             if owner is not None:
                 units[owner].extra[key] = part
+                if part not in units[owner].others and part not in record.norms and keeps_statistics(part):
+                    units[owner].others.append(part)
         if part in record.norms and part not in norm_of.values():
             node = record.norms[part][0][1]
             owner = None if node is None or node not in graph.consumers else graph.owner_of_result(node, path)
@@ -135,8 +149,12 @@ def _analyse(module: nn.Module, record: ForwardRecord, output: Any) -> Trace:
     return seen
 
 
-def _feeds_only_its_norm(unit: Unit, record: ForwardRecord, graph: "Ownership") -> bool:
-    if unit.norm is None:
+def _feeds_only_its_norm(unit: Unit, record: ForwardRecord, graph: "Ownership", siblings: Iterable[nn.Module]) -> bool:
+    if unit.norm is None or not isinstance(unit.norm, BATCH_NORMS):
+        return False
+    # Beside a norm that did not run: which of them does may depend on the step or the domain.
+    beside = (norm for norm in siblings if isinstance(norm, BATCH_NORMS) and norm not in record.norms)
+    if any(norm.num_features == unit.norm.num_features for norm in beside):
         return False
     calls = record.layers[unit.layer]
     consumed = [call for call, _ in record.norms[unit.norm]]
@@ -147,6 +165,11 @@ def _feeds_only_its_norm(unit: Unit, record: ForwardRecord, graph: "Ownership") 
     used_once = all(graph.uses(call.node) == 1 for call in calls)
     read_by = set().union(*(record.readers[storage(call.output)] for call in calls))
     return norm_is_used and used_once and calls == consumed and read_by <= {unit.norm}
+
+
+def keeps_statistics(part: nn.Module) -> bool:
+    """Whether it looks like a norm of the user's own."""
+    return not part._modules and any(b is not None and b.is_floating_point() for b in part._buffers.values())
 
 
 class Ownership:
