@@ -256,7 +256,8 @@ def frozen_and_thawed_in_the_layers_own_hook():
 @row
 def exported():
     model, _, twin, x = frozen("c1", "c2")
-    program = torch.export.export(model.eval(), (x,))
+    program, traced = torch.export.export(model.eval(), (x,)), torch.jit.trace(model, x)
+    near(traced(x), twin.eval()(x))
     near(program.module()(x), twin.eval()(x))
     other = net()
     nn.init.normal_(other.c2.weight)
@@ -264,8 +265,6 @@ def exported():
     module = program.module()
     module.load_state_dict(state)
     near(module(x), other.eval()(x))
-    traced = torch.jit.trace(model, x)
-    near(traced(x), twin(x))
     traced.load_state_dict(state)
     near(traced(x), other(x))
 
@@ -716,12 +715,10 @@ def ratios_of_tiny_and_huge_inputs():
             x = torch.randn(rows, 12, dtype=dtype) * torch.linspace(0.01, 1, 12, dtype=dtype)
             y = torch.randn(9, 12, dtype=dtype)
 
-            def ratio(scale: float, x=x, y=y, model=model, **options) -> float:
-                given = [x[:2] * 0, x[:1] * scale * 1e-3, x * scale] if rows > 9 else x * scale
-                loss = lambda: (model(y) * scale).square().sum() if options else model(y).square().sum() * scale  # noqa: E731
-                return correlation_ratios(model, given, loss, 0.9, batches=1)["0"]
+            def ratio(scale: float, x=x, y=y, model=model) -> float:
+                given = [x[:2] * 0, x[:1] * scale * 1e-3, x * scale] if len(x) > 9 else x * scale
+                return correlation_ratios(model, given, lambda: model(y).square().sum() * scale, 0.9, batches=1)["0"]
 
-            (y @ model[0].weight.detach().T).square()
             vectors = np.linalg.svd(x.double().numpy().T, full_matrices=False)
             count = int((np.cumsum(vectors[1] ** 2) < 0.9 * (vectors[1] ** 2).sum()).sum()) + 1
             loss = model(y).square().sum()
