@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_map_only
 from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
 
 from ptlf.freezing.recording import Convolution, arguments, storage, tensors_in, unchanged
@@ -120,15 +119,17 @@ class Estimate:
 
 def step_cost(
     module: nn.Module,
+    optimizers: Sequence[Optimizer],
+    optimized: Sequence[Tensor],
     example: Any,
     folded: Sequence[Tensor] = (),
     loss: Loss | None = None,
     *,
-    optimizer_bytes: int = 0,
     backward: bool = True,
 ) -> CostEstimate:
     """Cost of a step on `example`, which is run, in the module's current mode and autocast.
 
+    optimized: what the optimizers know of the parameters that train, of which the module may be a copy.
     loss: by default the sum of all outputs. backward: whether to count its FLOPs.
     """
     held = [*module.parameters(), *module.buffers(), *folded]
@@ -153,19 +154,17 @@ def step_cost(
         kept_bytes=kept,
         backward_flops=flops,
         gradient_bytes=sum(parameter.nbytes for parameter in trained),
-        optimizer_bytes=optimizer_bytes,
+        optimizer_bytes=sum(state_bytes(optimizer, optimized) for optimizer in optimizers),
         held_bytes=sum(tensor.nbytes for tensor in held),
     )
 
 
-def without_values(mode: FakeTensorMode, example: Any, device: torch.device) -> Any:
-    """The example among the fake tensors of `mode`; what is on the meta device comes to `device`."""
-
-    def fake(tensor: Tensor) -> Tensor:
-        with mode:
-            return torch.empty_like(tensor, device=device) if tensor.is_meta else mode.from_tensor(tensor)
-
-    return tree_map_only(Tensor, fake, example)
+def stand_in(tensor: Tensor, device: torch.device, mode: FakeTensorMode | None) -> Tensor:
+    """What a copy of the module gets in its place: a fake tensor of the mode, or without a mode its clone."""
+    if mode is None:
+        return tensor.detach().clone().requires_grad_(tensor.requires_grad)
+    with mode:
+        return torch.empty_like(tensor, device=device) if tensor.is_meta else mode.from_tensor(tensor)
 
 
 def check_none_left(mode: FakeTensorMode, module: nn.Module) -> None:
@@ -180,8 +179,8 @@ def check_none_left(mode: FakeTensorMode, module: nn.Module) -> None:
             if type(thing) is functools._lru_cache_wrapper and thing.__module__ in sources:
                 thing.cache_clear()
         del alive
-    kept = "a hook, or code of the module, has kept a tensor of the estimate outside of the module, as in a global variable"
-    raise RuntimeError(f"{kept}; it has no values: take it away before you train, and take the hook or code away")
+    where = "outside of the module, as in a global variable; it has no values: clear that before you train"
+    raise RuntimeError(f"a hook, or code of the module, has kept a tensor of the estimate {where}")
 
 
 def state_bytes(optimizer: Optimizer, parameters: Sequence[Tensor]) -> int:

@@ -6,7 +6,8 @@ import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeVar
+from types import FunctionType
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -14,7 +15,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.utils import parametrize
 from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.optim import LBFGS, SGD, Optimizer
-from torch.utils._pytree import tree_map_only
 
 from ptlf.freezing import kernels
 from ptlf.freezing.cost import (
@@ -24,9 +24,8 @@ from ptlf.freezing.cost import (
     check_none_left,
     format_bytes,
     parse_bytes,
-    state_bytes,
+    stand_in,
     step_cost,
-    without_values,
 )
 from ptlf.freezing.ddp import FreezeAwareDDP
 from ptlf.freezing.kernels import EvalMode, ForwardPatch, FrozenLayer, MaskedReLU, PassThrough, replaced_forward
@@ -36,14 +35,9 @@ from ptlf.freezing.select import Selector, select, with_tied
 from ptlf.freezing.units import Trace, Unit, trace
 
 logger = logging.getLogger("ptlf.freezing")
+Cost = Callable[..., CostEstimate]  # of a step with the units of these names frozen too
 Result = TypeVar("Result")
 MARK = "_frozen_by"  # of a frozen unit's layer, patched or not: see `Freezer._check_unfrozen`
-
-
-class Cost(Protocol):
-    """What a step costs with the units of these names frozen too."""
-
-    def __call__(self, names: Selector = (), *, backward: bool = True) -> CostEstimate: ...
 
 
 @dataclass(eq=False)
@@ -53,13 +47,12 @@ class _Frozen:
     held: list[nn.Parameter]  # the parameters that trained before
     other: list[tuple[nn.Module, str, nn.Parameter | None]]  # places of the unit's parameters that did not
     patched: list[nn.Module] = field(default_factory=list)
-    # Attributes that were switched off, as (owner, name, value).
-    switched: list[tuple[Any, str, Any]] = field(default_factory=list)
+    switched: list[tuple[Any, str, Any]] = field(default_factory=list)  # (owner, attribute, what `vars(owner)` had)
     warned: bool = False
 
     def switch(self, owner: Any, name: str, value: Any) -> None:
-        self.switched.append((owner, name, getattr(owner, name)))
-        setattr(owner, name, value)
+        self.switched.append((owner, name, vars(owner).get(name, owner)))  # itself: nothing
+        vars(owner)[name] = value
 
     def trains(self) -> bool:
         """Whether all of the unit trains again, by `requires_grad_`; if only some does, it is meant."""
@@ -249,9 +242,8 @@ class Freezer:
         states = [dict(optimizer.state) for optimizer in self.optimizers]
         self.thaw()
         self.freeze(units)
-        frozen = {parameter for unit in units for parameter in unit.parameters()}
         for optimizer, loaded in zip(self.optimizers, states, strict=True):
-            optimizer.state.update((key, value) for key, value in loaded.items() if key not in frozen)
+            optimizer.state.update((parameter, value) for parameter, value in loaded.items() if parameter.requires_grad)
 
     def __str__(self) -> str:
         """A line per unit."""
@@ -307,10 +299,11 @@ class Freezer:
                 continue
             # An InstanceNorm has no mode that normalises by its input and leaves its statistics alone.
             if not self.batch_statistics or not isinstance(each, BATCH_NORMS):
-                if fold and each is norm:
-                    self._patch(record, each, PassThrough, self._patched[layer])
-                else:
-                    self._patch(record, each, EvalMode)
+                self._patch(
+                    record, each, *((PassThrough, self._patched[layer]) if fold and each is norm else (EvalMode,))
+                )
+                if hasattr(each, "reset_running_stats"):  # torch.optim.swa_utils.update_bn calls it
+                    record.switch(each, "reset_running_stats", kernels.keep_statistics)
             elif each.track_running_stats:
                 # PyTorch then uses batch statistics in train mode and running ones in eval mode, updating neither.
                 record.switch(each, "track_running_stats", False)
@@ -326,7 +319,9 @@ class Freezer:
                     parameter.requires_grad_(True)
             _touch(unit)
             for owner, name, value in record.switched:
-                setattr(owner, name, value)
+                vars(owner)[name] = value
+                if value is owner:
+                    del vars(owner)[name]
             still = {module for other in self._frozen.values() for module in other.patched}
             for module in record.patched:
                 if module not in still and module in self._patched:  # two layers may share a parametrization
@@ -337,13 +332,13 @@ class Freezer:
 
     def _forget(self, units: Sequence[Unit]) -> None:
         """Drop gradients and optimizer state."""
-        for parameter in (parameter for unit in units for parameter in unit.parameters()):
+        frozen: list[Tensor] = [p for unit in units for p in unit.parameters() if not p.requires_grad]
+        for parameter in frozen:
             parameter.grad = None
-            for optimizer in self.optimizers:
+        for optimizer in self.optimizers:
+            one_for_all = isinstance(optimizer, LBFGS)  # its history would move what is frozen
+            for parameter in list(optimizer.state) if frozen and one_for_all else frozen:
                 optimizer.state.pop(parameter, None)
-        for optimizer in self.optimizers if units else ():
-            if isinstance(optimizer, LBFGS):  # one history for all, which would move what is frozen
-                optimizer.state.clear()
 
     def _warn(self, *step: Any) -> None:
         """Before a step of an optimizer."""
@@ -372,39 +367,38 @@ class Freezer:
 
     @torch.inference_mode(False)
     def _on_copy(self, work: Callable[[Cost], Result], example: Any, loss: Loss | None) -> Result:
-        """`work` with a function that says what a step costs if units are frozen too. The step is that of a copy among
-        fake tensors, without memory; for real if the forward looks at values."""
-        example = tree_map_only(Tensor, lambda tensor: tensor.clone() if tensor.is_inference() else tensor, example)
-        mode = FakeTensorMode(allow_non_fake_inputs=True)
-        try:
-            with same_randomness(self.module):
-                result = work(
-                    self._cost_of(
-                        self._copied(mode), without_values(mode, example, next(self.module.parameters()).device), loss
-                    )
-                )
-        except Exception:  # fake tensors may raise anything; what is not their fault the real step raises again
-            if any(tensor.is_meta for tensor in tensors_in(example)):
-                raise
-            with same_randomness(self.module):
-                result = work(self._cost_of(self._copied(), example, loss))
+        """`work` with a function that says what a step costs. The step is that of a copy, on fake tensors, without
+        memory; for real if the forward looks at values."""
+        meta, mode = any(tensor.is_meta for tensor in tensors_in(example)), FakeTensorMode(allow_non_fake_inputs=True)
+        for fakes in (mode, None):
+            try:
+                with same_randomness(self.module):
+                    result = work(self._cost_of(*self._copied(example, fakes), loss))
+                break
+            except Exception:  # fake tensors may raise anything; what is not their fault the real step raises again
+                if meta or fakes is None:
+                    raise
         check_none_left(mode, self.module)
         return result
 
-    def _copied(self, mode: FakeTensorMode | None = None) -> "Freezer":
-        memo: dict[int, Any] = {id(self.optimizers): []}
-        if mode is not None:
-            for tensor in tensors_in([*(vars(part) for part in self.module.modules()), self.folded]):
-                memo[id(tensor)] = mode.from_tensor(tensor)
-        return copy.deepcopy(self, memo)
+    def _copied(self, example: Any, mode: FakeTensorMode | None) -> tuple["Freezer", Any]:
+        """This freezer with its module, and the example."""
+        tensors = [example] if mode is None else [example, *map(vars, self.module.modules()), self.folded]
+        device = next(self.module.parameters()).device
+        memo: dict[int, Any] = {id(tensor): stand_in(tensor, device, mode) for tensor in tensors_in(tensors)}
+        for name, part in self.module.named_modules():
+            if isinstance(forward := replaced_forward(part), FunctionType) and (
+                forward.__closure__ or forward.__defaults__
+            ):
+                raise ValueError(f"the forward of {name!r} is a function that a copy would share; make it a method")
+        return copy.deepcopy((self, example), memo | {id(self.optimizers): []})
 
     def _cost_of(self, twin: "Freezer", example: Any, loss: Loss | None) -> Cost:
         def cost(names: Selector = (), *, backward: bool = True) -> CostEstimate:
             with twin.temporarily_frozen(names):
                 pairs = zip(self.module.parameters(), twin.module.parameters(), strict=True)
-                trained = [mine for mine, copied in pairs if copied.requires_grad]
-                state = sum(state_bytes(optimizer, trained) for optimizer in self.optimizers)
-                return step_cost(twin.module, example, twin.folded, loss, optimizer_bytes=state, backward=backward)
+                optimizers = self.optimizers, [mine for mine, copied in pairs if copied.requires_grad]
+                return step_cost(twin.module, *optimizers, example, twin.folded, loss, backward=backward)
 
         return cost
 

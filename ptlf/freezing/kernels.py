@@ -178,20 +178,19 @@ class FrozenLayer(ForwardPatch):
     def __init__(self, layer: PlainLayer, norm: nn.Module | None = None, root: nn.Module | None = None) -> None:
         super().__init__(layer)
         self.norm, self.sources = norm, [layer] if norm is None else [layer, norm]  # of the folded tensors
-        self.root, self.holder = root, norm_holder(root, norm)
+        self.root, self.holder = root, norm_holder(root, norm)  # None if the norm is not folded
         self.parameters = self._parameters()
         self.weight: Tensor | None = None
         self.bias: Tensor | None = None
         self.versions: list[tuple[int, ...]] = []
         self.handles: list[RemovableHandle] = []
         self.waiting: list[weakref.ref[Tensor]] = []  # outputs that have not reached the norm
-        self.apart = False  # an output has not reached the norm
         self.compiled = False  # code that does not note its outputs
 
     def __call__(self, input: Tensor) -> Tensor:
         layer = self.module
         if not self.is_intact(input):
-            return type(layer).forward(layer, input)
+            return type(layer).forward(layer, input)  # type: ignore[arg-type]
         folds = self.folds()
         weight, bias = (self.weight, self.bias) if folds else (layer.weight, layer.bias)
         assert weight is not None
@@ -220,13 +219,13 @@ class FrozenLayer(ForwardPatch):
 
     def folds(self) -> bool:
         """Whether the norm is folded in now."""
-        if self.apart or self.holder is None:
+        if self.holder is None:
             return False
         if self.holder[0]._modules.get(self.holder[1]) is not self.norm:
             return self._keep_apart("was replaced")
-        if self.compiled or torch.compiler.is_compiling() or all(ref() is not None for ref in self.waiting):
-            return True
-        return self._keep_apart(SKIPPED)
+        if self.waiting and not self.compiled and any(ref() is None for ref in self.waiting):
+            return self._keep_apart(SKIPPED)
+        return True
 
     def has_normalised(self, input: Tensor) -> bool:
         """Whether the norm's input is an output of this layer with the norm folded in."""
@@ -239,11 +238,9 @@ class FrozenLayer(ForwardPatch):
 
     def _keep_apart(self, what: str) -> bool:
         if not torch.compiler.is_compiling():
-            self.apart, self.waiting = True, []
-            names = type(self.norm).__name__, type(self.module).__name__
-            logger.warning(
-                "the %s of a frozen %s %s; it is folded no more; thaw before you change a module", *names, what
-            )
+            self.holder, self.waiting = None, []
+            names = f"{type(self.norm).__name__} of a frozen {type(self.module).__name__}"
+            logger.warning("the %s %s; it is folded no more; thaw before you change a module", names, what)
         return False
 
     @torch.inference_mode(False)
@@ -261,11 +258,11 @@ class FrozenLayer(ForwardPatch):
             self.bias.copy_(bias)
         else:
             self.weight, self.bias = weight, bias
-        self.versions = self._versions()
+        self.versions = [()] if isinstance(weight, FakeTensor) else self._versions()
 
     def attach(self) -> None:
         super().attach()
-        self.parameters, self.apart = self._parameters(), False
+        self.parameters, self.holder = self._parameters(), norm_holder(self.root, self.norm)
         # On both: whichever is loaded last folds what the other one has loaded.
         if self.norm is not None:
             self.handles = [source.register_load_state_dict_post_hook(self.refresh) for source in self.sources]
@@ -293,7 +290,7 @@ class FrozenLayer(ForwardPatch):
     def _versions(self) -> list[tuple[int, ...]]:
         """Of every source tensor; they detect replaced tensors and data, in-place changes, and what trains."""
         tensors = (t for s in self.sources for t in (*s._parameters.values(), *s._buffers.values()) if t is not None)
-        return [(id(t), 0 if isinstance(t, FakeTensor) else t.data_ptr(), t._version, t.requires_grad) for t in tensors]
+        return [(id(t), t.data_ptr(), t._version, t.requires_grad) for t in tensors]
 
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "waiting": []}
@@ -331,6 +328,10 @@ def pad(layer: Convolution, images: Tensor) -> Tensor:
     return F.pad(images, amounts, mode=mode) if any(amounts) else images
 
 
+def keep_statistics() -> None:
+    """In place of the method `reset_running_stats` of a frozen norm."""
+
+
 class EvalMode(ForwardPatch):
     """Forward of a frozen norm that cannot be folded, or of a frozen weight's parametrization: always in eval mode."""
 
@@ -338,18 +339,6 @@ class EvalMode(ForwardPatch):
         super().__init__(module)
         self.plain = is_plain_batch_norm(module)
         self.forward: Callable[..., Any] = module.forward
-
-    def attach(self) -> None:
-        super().attach()
-        if hasattr(self.module, "reset_running_stats"):  # as swa_utils.update_bn does
-            self.module.__dict__["reset_running_stats"] = self.keep_statistics
-
-    def detach(self) -> None:
-        super().detach()
-        self.module.__dict__.pop("reset_running_stats", None)
-
-    def keep_statistics(self) -> None:
-        """They are frozen."""
 
     def __call__(self, input: Tensor, *others: Tensor) -> Any:
         module = self.module

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import Node
-from torch.nn.parameter import UninitializedTensorMixin
+from torch.nn.parameter import is_lazy
 
 from ptlf.freezing.recording import BATCH_NORMS, ForwardRecord, Layer, record_forward, storage, tensors_in
 
@@ -86,7 +86,7 @@ def find_units(module: nn.Module, example: Any = None) -> list[Unit]:
 def trace(module: nn.Module, example: Any = None) -> Trace:
     """Trace one forward in eval mode and one in train mode. The module is left unchanged."""
     errors = []
-    if any(isinstance(tensor, UninitializedTensorMixin) for tensor in (*module.parameters(), *module.buffers())):
+    if any(is_lazy(tensor) for tensor in (*module.parameters(), *module.buffers())):
         raise ValueError(f"{type(module).__name__} has lazy layers without weights yet; run one forward first")
     for guess in _guesses(module) if example is None else [example]:
         try:

@@ -109,5 +109,5 @@ def checksum(freezer: Freezer) -> int:
     frozen = (unit.parameters() for unit in freezer.units if unit.name in freezer.frozen)
     for tensor in [*chain.from_iterable(frozen), *freezer.frozen_norm_buffers()]:
         if not hasattr(tensor, "full_tensor"):
-            total = zlib.crc32(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy(), total)
+            total = zlib.crc32(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data, total)
     return total

@@ -33,7 +33,12 @@ class Net(nn.Module):
     def __init__(self, inplace: bool = False, seed: int = 0) -> None:
         super().__init__()
         torch.manual_seed(seed)
-        self.c1, self.b1, self.c2, self.b2 = nn.Conv2d(3, 6, 3), nn.BatchNorm2d(6), nn.Conv2d(6, 6, 3), nn.BatchNorm2d(6)
+        self.c1, self.b1, self.c2, self.b2 = (
+            nn.Conv2d(3, 6, 3),
+            nn.BatchNorm2d(6),
+            nn.Conv2d(6, 6, 3),
+            nn.BatchNorm2d(6),
+        )
         self.c3, self.b3, self.fc = nn.Conv2d(6, 6, 3), nn.BatchNorm2d(6), nn.Linear(6, 4)
         self.relu = nn.ReLU(inplace)
         self.choose: list[Callable[[nn.Module, Tensor], Tensor]] = [lambda net, x: net.b2(x)]
@@ -82,7 +87,9 @@ def same(model: nn.Module, twin: nn.Module, x: Tensor) -> None:
         module.zero_grad()
         output = module(x)
         output.square().mean().backward()
-        found.append({"output": output.detach(), **{name: p.grad for name, p in module.named_parameters() if p.grad is not None}})
+        found.append(
+            {"output": output.detach(), **{name: p.grad for name, p in module.named_parameters() if p.grad is not None}}
+        )
     assert found[0].keys() == found[1].keys(), found[0].keys() ^ found[1].keys()
     near(found[0], found[1])
 
@@ -345,7 +352,10 @@ def lbfgs():
 
 @row
 def old_spectral_norm():
-    model, x = net(lambda: nn.Sequential(torch.nn.utils.spectral_norm(nn.Conv2d(3, 4, 3)), nn.ReLU(), nn.Conv2d(4, 4, 3))), images()
+    model, x = (
+        net(lambda: nn.Sequential(torch.nn.utils.spectral_norm(nn.Conv2d(3, 4, 3)), nn.ReLU(), nn.Conv2d(4, 4, 3))),
+        images(),
+    )
     freezer = Freezer(model, example=x[:2])
     freezer.freeze("0")
     before = snapshot(model)
@@ -372,7 +382,9 @@ class OwnNorm(nn.Module):
 @row
 def own_norm():
     def make() -> nn.Module:
-        return nn.Sequential(nn.Conv2d(3, 6, 3), OwnNorm(), nn.ReLU(), nn.Conv2d(6, 6, 3), nn.Flatten(), nn.Linear(216, 3))
+        return nn.Sequential(
+            nn.Conv2d(3, 6, 3), OwnNorm(), nn.ReLU(), nn.Conv2d(6, 6, 3), nn.Flatten(), nn.Linear(216, 3)
+        )
 
     model, freezer, _, x = frozen("0", make=make)
     before = snapshot(model)
@@ -627,10 +639,15 @@ def estimates_change_nothing():
             freezer.estimate(1, torch.randn(4, 3, size, size, dtype=torch.float64, generator=torch.Generator()))
         freezer.measure(x)
         freezer.budget(10**9, torch.empty(7, 3, 16, 16, dtype=torch.float64, device="meta"))
-        assert (random.getstate(), str(np.random.get_state())) == numbers[:2] and torch.equal(torch.get_rng_state(), numbers[2])
+        assert (random.getstate(), str(np.random.get_state())) == numbers[:2] and torch.equal(
+            torch.get_rng_state(), numbers[2]
+        )
         assert equal(snapshot(model), before) and {name: repr(vars(m)) for name, m in model.named_modules()} == held
         assert all(torch.equal(p.grad, grad) for p, grad in zip(model.parameters(), grads, strict=True))
-        assert all(torch.equal(optimizer.state[p]["momentum_buffer"], m) for p, m in zip(model.parameters(), moments, strict=True))
+        assert all(
+            torch.equal(optimizer.state[p]["momentum_buffer"], m)
+            for p, m in zip(model.parameters(), moments, strict=True)
+        )
         for size in (10, 12, 14, 16):
             optimizer.zero_grad()
             loss = model(torch.randn(4, 3, size, size, dtype=torch.float64)).square().mean()
