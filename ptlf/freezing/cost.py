@@ -8,8 +8,10 @@ import weakref
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from math import prod
-from typing import Any
+from types import FunctionType
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -18,11 +20,13 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.optim import Optimizer
 from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
 
-from ptlf.freezing.recording import Convolution, arguments, storage, tensors_in, unchanged
+from ptlf.freezing.recording import Convolution, arguments, same_randomness, storage, tensors_in, unchanged
 from ptlf.freezing.subspace import TRANSPOSED, Part, Projection, parts, watched
 from ptlf.freezing.units import Unit
 
 Loss = Callable[[Any], Tensor]  # of the module's output
+Cost = Callable[..., "CostEstimate"]  # of a step with the units of these names frozen too
+Result = TypeVar("Result")
 Shape = Sequence[int]
 SIZES = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
 
@@ -159,12 +163,54 @@ def step_cost(
     )
 
 
-def stand_in(tensor: Tensor, device: torch.device, mode: FakeTensorMode | None) -> Tensor:
-    """What a copy of the module gets in its place: a fake tensor of the mode, or without a mode its clone."""
-    if mode is None:
-        return tensor.detach().clone().requires_grad_(tensor.requires_grad)
-    with mode:
-        return torch.empty_like(tensor, device=device) if tensor.is_meta else mode.from_tensor(tensor)
+@torch.inference_mode(False)
+def on_copy(freezer: Any, example: Any, loss: Loss | None, work: Callable[[Cost], Result]) -> Result:
+    """`work` with a function that says what a step costs with the units of some names frozen too.
+
+    The step is that of a copy, on fake tensors, without memory; for real if the forward looks at values.
+    """
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    for fakes in (mode, None):
+        try:
+            with same_randomness(freezer.module):
+                result = work(partial(cost_on_copy, freezer, *copied(freezer, example, fakes), loss))
+            break
+        except Exception:  # fake tensors may raise anything; what is not their fault the real step raises again
+            if fakes is None or any(tensor.is_meta for tensor in tensors_in(example)):
+                raise
+    check_none_left(mode, freezer.module)
+    return result
+
+
+def cost_on_copy(
+    freezer: Any, twin: Any, example: Any, loss: Loss | None, names: Sequence[str] = (), *, backward: bool = True
+) -> CostEstimate:
+    with twin.temporarily_frozen(names):
+        pairs = zip(freezer.module.parameters(), twin.module.parameters(), strict=True)
+        optimizers = freezer.optimizers, [mine for mine, copied in pairs if copied.requires_grad]
+        return step_cost(twin.module, *optimizers, example, twin.folded, loss, backward=backward)
+
+
+def copied(freezer: Any, example: Any, mode: FakeTensorMode | None) -> Any:
+    """The freezer with its module, and the example; with a mode, all their tensors are fake."""
+    device = next(freezer.module.parameters()).device
+
+    def stand_in(tensor: Tensor) -> Tensor:
+        if mode is None:
+            return tensor.detach().clone().requires_grad_(tensor.requires_grad)
+        with mode:
+            return torch.empty_like(tensor, device=device) if tensor.is_meta else mode.from_tensor(tensor)
+
+    tensors = [example] if mode is None else [example, *map(vars, freezer.module.modules()), freezer.folded]
+    memo: dict[int, Any] = {id(tensor): stand_in(tensor) for tensor in tensors_in(tensors)}
+    for name, part in freezer.module.named_modules():
+        own = vars(part).get("forward")
+        if isinstance(own, FunctionType) and (own.__closure__ or own.__defaults__):
+            raise ValueError(f"the forward of {name!r} is a function that a copy would share; make it a method")
+    try:
+        return copy.deepcopy((freezer, example), memo | {id(freezer.optimizers): []})
+    except TypeError as error:
+        raise TypeError(f"an estimate needs a copy of the module, and copy.deepcopy fails: {error}") from error
 
 
 def check_none_left(mode: FakeTensorMode, module: nn.Module) -> None:

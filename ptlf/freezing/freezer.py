@@ -1,42 +1,28 @@
 """Freeze and thaw the units of a module: weights, norms, optimizer state, and tensors saved for backward."""
 
-import copy
 import itertools
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from types import FunctionType
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.utils import parametrize
 from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.optim import LBFGS, SGD, Optimizer
 
 from ptlf.freezing import kernels
-from ptlf.freezing.cost import (
-    CostEstimate,
-    Estimate,
-    Loss,
-    check_none_left,
-    format_bytes,
-    parse_bytes,
-    stand_in,
-    step_cost,
-)
+from ptlf.freezing.cost import Cost, Estimate, Loss, format_bytes, on_copy, parse_bytes
 from ptlf.freezing.ddp import FreezeAwareDDP
 from ptlf.freezing.kernels import EvalMode, ForwardPatch, FrozenLayer, MaskedReLU, PassThrough, replaced_forward
-from ptlf.freezing.recording import BATCH_NORMS, same_randomness, tensors_in
+from ptlf.freezing.recording import BATCH_NORMS
 from ptlf.freezing.schedule import FreezeSchedule, Timetable
 from ptlf.freezing.select import Selector, select, with_tied
 from ptlf.freezing.units import Trace, Unit, trace
 
 logger = logging.getLogger("ptlf.freezing")
-Cost = Callable[..., CostEstimate]  # of a step with the units of these names frozen too
-Result = TypeVar("Result")
 MARK = "_frozen_by"  # of a frozen unit's layer, patched or not: see `Freezer._check_unfrozen`
 
 
@@ -76,10 +62,8 @@ class Freezer:
     `select` says how units are chosen. Units that share a parameter (tied weights) freeze and thaw together. A
     parameter that is also used outside of units, such as an embedding tied to the last layer, is frozen there too.
 
-    A frozen BatchNorm is folded into its layer, so hooks on the layer see the normalised output. Weights that
-    `load_state_dict` loads into a frozen module count at once. Those written in place (`copy_`) are noticed by eager
-    code only, not by compiled or captured code, and those written through `.data` not at all: then call `refresh()`.
-    copy.deepcopy(module) gives an independent frozen module; copy.deepcopy((module, freezer)) one that can be thawed.
+    A frozen BatchNorm is folded into its layer, so hooks on the layer see the normalised output. See `refresh` for
+    weights that change. copy.deepcopy((module, freezer)) gives an independent frozen module that can be thawed.
 
     ratios: correlation ratios by unit name, if they were set; `budget` and `print(freezer)` use them.
     saved: bytes that each unit saves if it alone freezes, once `budget` or `measure` has found them.
@@ -180,11 +164,11 @@ class Freezer:
         module's output, by default its sum. Call it in the mode and under the autocast of training.
         """
         names = tuple(unit.name for unit in self._select(units) if unit.name not in self._frozen)
-        return self._on_copy(lambda cost: Estimate(names, cost(), cost(names)), example, loss)
+        return on_copy(self, example, loss, lambda cost: Estimate(names, cost(), cost(names)))
 
     def measure(self, example: Any, *, loss: Loss | None = None) -> dict[str, int]:
         """The bytes of a step that each unit saves if it alone freezes beside those that are frozen, by name."""
-        self.saved |= self._on_copy(self._savings, example, loss)
+        self.saved |= on_copy(self, example, loss, self._savings)
         return self.saved
 
     def _savings(self, cost: Cost) -> dict[str, int]:
@@ -216,7 +200,7 @@ class Freezer:
             names = tuple(unit.name for unit in self._select(needed))
             return Estimate(names, now, cost(names)), least
 
-        found, least = self._on_copy(search, example, loss)
+        found, least = on_copy(self, example, loss, search)
         if least > most:
             takes = f"{format_bytes(least)}, {format_bytes(least - most)} more than {limit}"
             raise ValueError(f"with all units frozen a step takes {takes}; take a smaller batch")
@@ -229,7 +213,8 @@ class Freezer:
         return FreezeAwareDDP(self.module if model is None else model, self.frozen_norm_buffers, **options)
 
     def refresh(self) -> None:
-        """Fold the norms again: needed if weights were changed in place and the code is compiled or captured."""
+        """Fold the norms again: needed after weights were written through `.data` or, if the code is compiled or
+        captured, in place. `load_state_dict` does it, and eager code notices what is written in place."""
         for patch in self._layers():
             patch.refresh()
 
@@ -299,9 +284,8 @@ class Freezer:
                 continue
             # An InstanceNorm has no mode that normalises by its input and leaves its statistics alone.
             if not self.batch_statistics or not isinstance(each, BATCH_NORMS):
-                self._patch(
-                    record, each, *((PassThrough, self._patched[layer]) if fold and each is norm else (EvalMode,))
-                )
+                folded = fold and each is norm
+                self._patch(record, each, *((PassThrough, self._patched[layer]) if folded else (EvalMode,)))
                 if hasattr(each, "reset_running_stats"):  # torch.optim.swa_utils.update_bn calls it
                     record.switch(each, "reset_running_stats", kernels.keep_statistics)
             elif each.track_running_stats:
@@ -364,43 +348,6 @@ class Freezer:
         key = (kind, module, *arguments)
         self._patched[module] = self._patches[key] = self._patches.get(key) or kind(module, *arguments)
         self._patched[module].attach()
-
-    @torch.inference_mode(False)
-    def _on_copy(self, work: Callable[[Cost], Result], example: Any, loss: Loss | None) -> Result:
-        """`work` with a function that says what a step costs. The step is that of a copy, on fake tensors, without
-        memory; for real if the forward looks at values."""
-        meta, mode = any(tensor.is_meta for tensor in tensors_in(example)), FakeTensorMode(allow_non_fake_inputs=True)
-        for fakes in (mode, None):
-            try:
-                with same_randomness(self.module):
-                    result = work(self._cost_of(*self._copied(example, fakes), loss))
-                break
-            except Exception:  # fake tensors may raise anything; what is not their fault the real step raises again
-                if meta or fakes is None:
-                    raise
-        check_none_left(mode, self.module)
-        return result
-
-    def _copied(self, example: Any, mode: FakeTensorMode | None) -> tuple["Freezer", Any]:
-        """This freezer with its module, and the example."""
-        tensors = [example] if mode is None else [example, *map(vars, self.module.modules()), self.folded]
-        device = next(self.module.parameters()).device
-        memo: dict[int, Any] = {id(tensor): stand_in(tensor, device, mode) for tensor in tensors_in(tensors)}
-        for name, part in self.module.named_modules():
-            if isinstance(forward := replaced_forward(part), FunctionType) and (
-                forward.__closure__ or forward.__defaults__
-            ):
-                raise ValueError(f"the forward of {name!r} is a function that a copy would share; make it a method")
-        return copy.deepcopy((self, example), memo | {id(self.optimizers): []})
-
-    def _cost_of(self, twin: "Freezer", example: Any, loss: Loss | None) -> Cost:
-        def cost(names: Selector = (), *, backward: bool = True) -> CostEstimate:
-            with twin.temporarily_frozen(names):
-                pairs = zip(self.module.parameters(), twin.module.parameters(), strict=True)
-                optimizers = self.optimizers, [mine for mine, copied in pairs if copied.requires_grad]
-                return step_cost(twin.module, *optimizers, example, twin.folded, loss, backward=backward)
-
-        return cost
 
     def frozen_norm_buffers(self) -> list[Tensor]:
         """The statistics of frozen norms, which no longer change."""

@@ -223,9 +223,8 @@ class FrozenLayer(ForwardPatch):
             return False
         if self.holder[0]._modules.get(self.holder[1]) is not self.norm:
             return self._keep_apart("was replaced")
-        if self.waiting and not self.compiled and any(ref() is None for ref in self.waiting):
-            return self._keep_apart(SKIPPED)
-        return True
+        skipped = self.waiting and not self.compiled and any(ref() is None for ref in self.waiting)
+        return self._keep_apart(SKIPPED) if skipped else True
 
     def has_normalised(self, input: Tensor) -> bool:
         """Whether the norm's input is an output of this layer with the norm folded in."""
@@ -234,7 +233,7 @@ class FrozenLayer(ForwardPatch):
             return self.is_intact(input) and self.folds()
         # The output itself or, if a hook or a cast has made another tensor of it, the oldest one.
         place = next((place for place, ref in enumerate(self.waiting) if ref() is input), 0)
-        return self.waiting.pop(place) is not None if self.waiting else False
+        return bool(self.waiting) and self.waiting.pop(place) is not None
 
     def _keep_apart(self, what: str) -> bool:
         if not torch.compiler.is_compiling():

@@ -5,7 +5,7 @@ output, and parameters of no layer that belong to it: see `Ownership`.
 """
 
 import contextlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from os.path import commonprefix
 from typing import Any
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import Node
 from torch.nn.parameter import is_lazy
 
-from ptlf.freezing.recording import BATCH_NORMS, ForwardRecord, Layer, record_forward, storage, tensors_in
+from ptlf.freezing.recording import ForwardRecord, Layer, record_forward, storage, tensors_in
 
 # Frozen, these save no input for backward; the other layers do, as in plain PyTorch.
 SPARING = (nn.Conv2d, nn.Linear, nn.MultiheadAttention)
@@ -123,11 +123,7 @@ def _analyse(module: nn.Module, record: ForwardRecord, output: Any) -> Trace:
             norm_of.setdefault(first.layer, norm)
     units = [Unit(names[m], m, norm_of.get(m), names.get(norm_of.get(m))) for m in record.layers]
     graph = Ownership(record, units, output)
-    seen = Trace(units)
-    for unit in units:
-        holder = module.get_submodule((unit.norm_name or "").rpartition(".")[0])
-        if _feeds_only_its_norm(unit, record, graph, holder.children()):
-            seen.foldable.add(unit.name)
+    seen = Trace(units, {unit.name for unit in units if _feeds_only_its_norm(unit, record, graph, module)})
     for relu, storages in record.relus.items():
         keepers = set().union(*(record.keepers.get(storage, set()) for storage in storages))
         if all(keeper in record.layers and isinstance(keeper, SPARING) for keeper in keepers):
@@ -139,7 +135,7 @@ def _analyse(module: nn.Module, record: ForwardRecord, output: Any) -> Trace:
             owner = None if parameter in owned else graph.owner_of_parameter(parameter, path)
             if owner is not None:
                 units[owner].extra[key] = part
-                if part not in units[owner].others and part not in record.norms and keeps_statistics(part):
+                if part not in [*units[owner].others, *record.norms] and keeps_statistics(part):
                     units[owner].others.append(part)
         if part in record.norms and part not in norm_of.values():
             node = record.norms[part][0][1]
@@ -149,13 +145,13 @@ def _analyse(module: nn.Module, record: ForwardRecord, output: Any) -> Trace:
     return seen
 
 
-def _feeds_only_its_norm(unit: Unit, record: ForwardRecord, graph: "Ownership", siblings: Iterable[nn.Module]) -> bool:
-    if unit.norm is None or not isinstance(unit.norm, BATCH_NORMS):
+def _feeds_only_its_norm(unit: Unit, record: ForwardRecord, graph: "Ownership", root: nn.Module) -> bool:
+    if unit.norm is None or unit.norm_name is None:
         return False
-    # Beside a norm that did not run: which of them does may depend on the step or the domain.
-    beside = (norm for norm in siblings if isinstance(norm, BATCH_NORMS) and norm not in record.norms)
-    if any(norm.num_features == unit.norm.num_features for norm in beside):
-        return False
+    for norm in root.get_submodule(unit.norm_name.rpartition(".")[0]).children():
+        # Which of two such norms runs may depend on the step or the domain.
+        if type(norm) is type(unit.norm) and norm not in record.norms and norm.extra_repr() == unit.norm.extra_repr():
+            return False
     calls = record.layers[unit.layer]
     consumed = [call for call, _ in record.norms[unit.norm]]
     # On (B, L, features) the channels of a BatchNorm1d are L, not the layer's outputs, so it cannot be folded.

@@ -13,11 +13,6 @@ from ptlf.freezing import Freezer, FreezeSchedule, correlation_ratios
 from ptlf.freezing.schedule import Timetable
 from ptlf.freezing.select import Selector
 
-OTHER_WEIGHTS = (
-    "the frozen units do not have the weights of the checkpoint, which was loaded in part or not at all (transformers 5"
-    " does so with its own vision models); make the model with from_pretrained(CHECKPOINT), then resume from CHECKPOINT"
-)
-
 
 class FreezingPlan:
     """Freezes units of a model, or of a part of it, during training.
@@ -75,7 +70,8 @@ class FreezingPlan:
             self.freezer.load_state_dict(state)
             if state.get("checksum", checksum(self.freezer)) != checksum(self.freezer):  # older states have none
                 self.end()
-                raise ValueError(OTHER_WEIGHTS)
+                hint = "make the model with from_pretrained(CHECKPOINT), then resume from CHECKPOINT"
+                raise ValueError(f"the weights to freeze are not those of the checkpoint, which was not loaded; {hint}")
         elif self.replay is not None:
             batches = chain.from_iterable(new() for _ in repeat(None))  # without end
             replay = [self.replay] if isinstance(self.replay, Tensor) else self.replay
