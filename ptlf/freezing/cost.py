@@ -191,7 +191,7 @@ def cost_on_copy(
         return step_cost(twin.module, *optimizers, example, twin.folded, loss, backward=backward)
 
 
-def copied(freezer: Any, example: Any, mode: FakeTensorMode | None) -> Any:
+def copied(freezer: Any, example: Any, mode: FakeTensorMode | None) -> tuple[Any, Any]:
     """The freezer with its module, and the example; with a mode, all their tensors are fake."""
     device = next(freezer.module.parameters()).device
 
