@@ -8,9 +8,9 @@ import functools
 import io
 import logging
 import random
-import re
 import warnings
 from collections.abc import Callable
+from typing import ClassVar
 
 import numpy as np
 import pytest
@@ -132,7 +132,7 @@ def ao_fuse_modules():
 
 @row
 def convert_sync_batchnorm():
-    model, freezer, twin, x = frozen("3", make=chain)
+    model, _, twin, x = frozen("3", make=chain)
     converted = nn.SyncBatchNorm.convert_sync_batchnorm(model)
     near(converted.eval()(x), twin.eval()(x))
 
@@ -151,7 +151,7 @@ def norm_replaced():
 @row
 def block_replaced_by_one_without_the_norm():
     """One forward is wrong, and a warning says so; from then on all are right."""
-    model, freezer, twin, x = frozen("0.0", make=lambda: nn.Sequential(chain(), nn.Identity()))
+    model, _, twin, x = frozen("0.0", make=lambda: nn.Sequential(chain(), nn.Identity()))
     model[0], twin[0] = (nn.Sequential(*[part for place, part in enumerate(m[0]) if place != 1]) for m in (model, twin))
     model(x)
     says("did not get its last output", lambda: model(x))
@@ -211,7 +211,7 @@ class Domains(Net):
 
 @row
 def norms_by_domain():
-    model, freezer, twin, x = frozen("c2", make=Domains)
+    model, _, twin, x = frozen("c2", make=Domains)
     for domain in (0, 1, 1, 0):
         model.domain = twin.domain = domain
         same(model, twin, x)
@@ -220,7 +220,7 @@ def norms_by_domain():
 
 @row
 def norm_skipped_at_times():
-    model, freezer, twin, x = frozen("c2")
+    model, _, twin, x = frozen("c2")
     same(model, twin, x)
     usual, model.choose = model.choose, [lambda net, x: x]
     twin.choose = model.choose
@@ -233,14 +233,14 @@ def norm_skipped_at_times():
 
 @row
 def norm_of_another_tensor():
-    model, freezer, twin, x = frozen("c2")
+    model, _, twin, x = frozen("c2")
     model.choose = twin.choose = [lambda net, x: net.b2(net.b2(x))]
     same(model, twin, x)
 
 
 @row
 def output_changed_between_layer_and_norm():
-    model, freezer, twin, x = frozen("c2")
+    model, _, twin, x = frozen("c2")
     model.choose = twin.choose = [lambda net, x: net.b2(x.contiguous(memory_format=torch.channels_last))]
     says("", lambda: [same(model, twin, x) for _ in range(3)])
     handles = [m.c2.register_forward_hook(lambda m, i, o: o.clone()) for m in (model, twin)]
@@ -416,7 +416,7 @@ def state_loaded_before_a_thaw():
 @row
 def update_bn():
     for options in ({}, {"batch_statistics": True}, {"save_memory": False}):
-        model, freezer, twin, x = frozen("c1", "c2", **options)
+        model, freezer, _, x = frozen("c1", "c2", **options)
         average = torch.optim.swa_utils.AveragedModel(model)
         for module in (model, average.module):
             before = snapshot(module)
@@ -516,7 +516,7 @@ def functional_calls():
 
 @row
 def transforms():
-    model, freezer, twin, x = frozen("c1", "c2")
+    model, _, twin, x = frozen("c1", "c2")
     model.b3.eval(), twin.b3.eval()
     results = []
     for module in (model, twin):
@@ -532,7 +532,7 @@ def transforms():
         jacobian = torch.func.jacrev(module)(x[:1])
         params, buffers = torch.func.stack_module_state([copy.deepcopy(module), copy.deepcopy(module)])
         base = copy.deepcopy(module).to("meta")
-        ensemble = torch.func.vmap(lambda p, b: functional_call(base, (p, b), (x,)))(params, buffers)
+        ensemble = torch.func.vmap(lambda p, b, base=base: functional_call(base, (p, b), (x,)))(params, buffers)
         results.append((each, slope, dual, jacobian, ensemble))
     near(results[0], results[1])
     same(model, twin, x)
@@ -581,7 +581,7 @@ def inference_mode():
 class Caching(nn.Module):
     """Every way to keep a tensor in forward."""
 
-    shared: dict[int, Tensor] = {}
+    shared: ClassVar[dict[int, Tensor]] = {}
 
     def __init__(self) -> None:
         super().__init__()
@@ -593,7 +593,7 @@ class Caching(nn.Module):
         self.register_buffer("scale", torch.ones(6, dtype=torch.float64))
 
     def forward(self, x: Tensor) -> Tensor:
-        random.random(), np.random.rand(), torch.rand(1), torch.rand(1, generator=self.generator)
+        random.random(), np.random.rand(), torch.rand(1), torch.rand(1, generator=self.generator)  # noqa: NPY002
         x, side = self.conv(x), x.shape[-1]
         if side not in self.tables:
             self.tables[side] = x.new_ones(()) * self.scale.mean()
@@ -630,16 +630,16 @@ def estimates_change_nothing():
         model(x).sum().backward()
         optimizer.step()
         model(x).sum().backward()
-        random.seed(0), np.random.seed(0), torch.manual_seed(0)
+        random.seed(0), np.random.seed(0), torch.manual_seed(0)  # noqa: NPY002
         before, grads = snapshot(model), [p.grad.clone() for p in model.parameters()]
         moments = [optimizer.state[p]["momentum_buffer"].clone() for p in model.parameters()]
         held = {name: repr(vars(module)) for name, module in model.named_modules()}
-        numbers = random.getstate(), str(np.random.get_state()), torch.get_rng_state()
+        numbers = random.getstate(), str(np.random.get_state()), torch.get_rng_state()  # noqa: NPY002
         for size in (10, 12, 14):
             freezer.estimate(1, torch.randn(4, 3, size, size, dtype=torch.float64, generator=torch.Generator()))
         freezer.measure(x)
         freezer.budget(10**9, torch.empty(7, 3, 16, 16, dtype=torch.float64, device="meta"))
-        assert (random.getstate(), str(np.random.get_state())) == numbers[:2] and torch.equal(
+        assert (random.getstate(), str(np.random.get_state())) == numbers[:2] and torch.equal(  # noqa: NPY002
             torch.get_rng_state(), numbers[2]
         )
         assert equal(snapshot(model), before) and {name: repr(vars(m)) for name, m in model.named_modules()} == held
