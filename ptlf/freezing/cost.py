@@ -1,27 +1,32 @@
 """What a training step costs, or would cost with other units frozen, and what each unit saves."""
 
 import copy
+import functools
+import gc
 import re
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from math import prod
-from typing import Any
+from types import FunctionType
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_map_only
 from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
 
-from ptlf.freezing.recording import Convolution, arguments, storage, tensors_in, unchanged
+from ptlf.freezing.recording import Convolution, arguments, same_randomness, storage, tensors_in, unchanged
 from ptlf.freezing.subspace import TRANSPOSED, Part, Projection, parts, watched
 from ptlf.freezing.units import Unit
 
 Loss = Callable[[Any], Tensor]  # of the module's output
+Cost = Callable[..., "CostEstimate"]  # of a step with the units of these names frozen too
+Result = TypeVar("Result")
 Shape = Sequence[int]
 SIZES = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
 
@@ -116,65 +121,112 @@ class Estimate:
         return "\n".join(lines)
 
 
-@torch.inference_mode(False)
 def step_cost(
     module: nn.Module,
     optimizers: Sequence[Optimizer],
+    optimized: Sequence[Tensor],
     example: Any,
     folded: Sequence[Tensor] = (),
     loss: Loss | None = None,
     *,
     backward: bool = True,
 ) -> CostEstimate:
-    """Cost of a step on `example`, in the module's current mode and autocast, which is left unchanged.
+    """Cost of a step on `example`, which is run, in the module's current mode and autocast.
 
-    The step runs on fake tensors, without memory, or for real if the forward looks at values: then tensors are copied.
-
+    optimized: what the optimizers know of the parameters that train, of which the module may be a copy.
     loss: by default the sum of all outputs. backward: whether to count its FLOPs.
     """
-    example = tree_map_only(Tensor, lambda tensor: tensor.clone() if tensor.is_inference() else tensor, example)
     held = [*module.parameters(), *module.buffers(), *folded]
     trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    (args, kwargs), total = arguments(example), torch.zeros(())
 
-    def on_device(tensor: Tensor) -> Tensor:
-        return torch.empty_like(tensor, device=held[0].device) if tensor.is_meta else tensor
+    def forward() -> Tensor:
+        nonlocal total
+        output = module(*args, **kwargs)
+        results = (tensor.sum() for tensor in tensors_in(output) if tensor.requires_grad)
+        total = sum(results, total) if loss is None else loss(output)
+        return total
 
-    def run(example: Any, exclude: Sequence[Tensor]) -> tuple[int, int]:
-        """Bytes kept and FLOPs of backward."""
-        (args, kwargs), total = arguments(example), torch.zeros(())
-
-        def forward() -> Tensor:
-            nonlocal total
-            output = module(*args, **kwargs)
-            results = (tensor.sum() for tensor in tensors_in(output) if tensor.requires_grad)
-            total = sum(results, total) if loss is None else loss(output)
-            return total
-
-        torch.clear_autocast_cache()  # it must hold no real cast for the fakes, nor a fake one afterwards
-        try:
-            with torch.enable_grad():
-                kept = kept_bytes(forward, exclude)
-            return kept, backward_flops(total, trained) if backward and total.requires_grad and trained else 0
-        finally:
-            torch.clear_autocast_cache()
-
+    torch.clear_autocast_cache()  # it must hold no real cast for fake tensors, nor a fake one afterwards
     try:
-        with unchanged(module, values=False), mode:
-            # Views of a parameter alias its fake.
-            kept, flops = run(tree_map_only(Tensor, on_device, example), [*held, *map(mode.from_tensor, held)])
-    except Exception:  # fakes may raise anything; what is not their fault the real step raises again
-        if any(tensor.is_meta for tensor in tensors_in(example)):
-            raise
-        with unchanged(module):
-            kept, flops = run(example, held)
+        with torch.enable_grad():
+            kept = kept_bytes(forward, held)
+        flops = backward_flops(total, trained) if backward and total.requires_grad and trained else 0
+    finally:
+        torch.clear_autocast_cache()
     return CostEstimate(
         kept_bytes=kept,
         backward_flops=flops,
         gradient_bytes=sum(parameter.nbytes for parameter in trained),
-        optimizer_bytes=sum(state_bytes(optimizer, trained) for optimizer in optimizers),
+        optimizer_bytes=sum(state_bytes(optimizer, optimized) for optimizer in optimizers),
         held_bytes=sum(tensor.nbytes for tensor in held),
     )
+
+
+@torch.inference_mode(False)
+def on_copy(freezer: Any, example: Any, loss: Loss | None, work: Callable[[Cost], Result]) -> Result:
+    """`work` with a function that says what a step costs with the units of some names frozen too.
+
+    The step is that of a copy, on fake tensors, without memory; for real if the forward looks at values.
+    """
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    for fakes in (mode, None):
+        try:
+            with same_randomness(freezer.module):
+                result = work(partial(cost_on_copy, freezer, *copied(freezer, example, fakes), loss))
+            break
+        except Exception:  # fake tensors may raise anything; what is not their fault the real step raises again
+            if fakes is None or any(tensor.is_meta for tensor in tensors_in(example)):
+                raise
+    check_none_left(mode, freezer.module)
+    return result
+
+
+def cost_on_copy(
+    freezer: Any, twin: Any, example: Any, loss: Loss | None, names: Sequence[str] = (), *, backward: bool = True
+) -> CostEstimate:
+    with twin.temporarily_frozen(names):
+        pairs = zip(freezer.module.parameters(), twin.module.parameters(), strict=True)
+        optimizers = freezer.optimizers, [mine for mine, copied in pairs if copied.requires_grad]
+        return step_cost(twin.module, *optimizers, example, twin.folded, loss, backward=backward)
+
+
+def copied(freezer: Any, example: Any, mode: FakeTensorMode | None) -> tuple[Any, Any]:
+    """The freezer with its module, and the example; with a mode, all their tensors are fake."""
+    device = next(freezer.module.parameters()).device
+
+    def stand_in(tensor: Tensor) -> Tensor:
+        if mode is None:
+            return tensor.detach().clone().requires_grad_(tensor.requires_grad)
+        with mode:
+            return torch.empty_like(tensor, device=device) if tensor.is_meta else mode.from_tensor(tensor)
+
+    tensors = [example] if mode is None else [example, *map(vars, freezer.module.modules()), freezer.folded]
+    memo: dict[int, Any] = {id(tensor): stand_in(tensor) for tensor in tensors_in(tensors)}
+    for name, part in freezer.module.named_modules():
+        own = vars(part).get("forward")
+        if isinstance(own, FunctionType) and (own.__closure__ or own.__defaults__):
+            raise ValueError(f"the forward of {name!r} is a function that a copy would share; make it a method")
+    try:
+        return copy.deepcopy((freezer, example), memo | {id(freezer.optimizers): []})
+    except TypeError as error:
+        raise TypeError(f"an estimate needs a copy of the module, and copy.deepcopy fails: {error}") from error
+
+
+def check_none_left(mode: FakeTensorMode, module: nn.Module) -> None:
+    """Raise if anything still holds a fake tensor of `mode`: training with it would do nothing, without a word."""
+    sources = {type(part).__module__ for part in module.modules()}
+    for _ in range(2):
+        gc.collect()
+        alive = gc.get_objects()
+        if not any(type(thing) is FakeTensor and thing.fake_mode is mode for thing in alive):
+            return
+        for thing in alive:
+            if type(thing) is functools._lru_cache_wrapper and thing.__module__ in sources:
+                thing.cache_clear()
+        del alive
+    where = "outside of the module, as in a global variable; it has no values: clear that before you train"
+    raise RuntimeError(f"a hook, or code of the module, has kept a tensor of the estimate {where}")
 
 
 def state_bytes(optimizer: Optimizer, parameters: Sequence[Tensor]) -> int:

@@ -10,13 +10,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
-from torch.optim import SGD, Optimizer
+from torch.nn.utils.spectral_norm import SpectralNorm
+from torch.optim import LBFGS, SGD, Optimizer
 
 from ptlf.freezing import kernels
-from ptlf.freezing.cost import CostEstimate, Estimate, Loss, format_bytes, parse_bytes, step_cost
+from ptlf.freezing.cost import Cost, Estimate, Loss, format_bytes, on_copy, parse_bytes
 from ptlf.freezing.ddp import FreezeAwareDDP
 from ptlf.freezing.kernels import EvalMode, ForwardPatch, FrozenLayer, MaskedReLU, PassThrough, replaced_forward
-from ptlf.freezing.recording import BATCH_NORMS, INSTANCE_NORMS
+from ptlf.freezing.recording import BATCH_NORMS
 from ptlf.freezing.schedule import FreezeSchedule, Timetable
 from ptlf.freezing.select import Selector, select, with_tied
 from ptlf.freezing.units import Trace, Unit, trace
@@ -29,9 +30,19 @@ MARK = "_frozen_by"  # of a frozen unit's layer, patched or not: see `Freezer._c
 class _Frozen:
     """What freezing a unit changed. It is in the layer's `__dict__`; a copy of the layer has another one."""
 
-    trained: list[bool]  # for each parameter of the unit: whether it required a gradient
+    held: list[nn.Parameter]  # the parameters that trained before
+    other: list[tuple[nn.Module, str, nn.Parameter | None]]  # places of the unit's parameters that did not
     patched: list[nn.Module] = field(default_factory=list)
-    untracked: list[nn.Module] = field(default_factory=list)  # norms whose track_running_stats was switched off
+    switched: list[tuple[Any, str, Any]] = field(default_factory=list)  # (owner, attribute, what `vars(owner)` had)
+    warned: bool = False
+
+    def switch(self, owner: Any, name: str, value: Any) -> None:
+        self.switched.append((owner, name, vars(owner).get(name, owner)))  # itself: nothing
+        vars(owner)[name] = value
+
+    def trains(self) -> bool:
+        """Whether all of the unit trains again, by `requires_grad_`; if only some does, it is meant."""
+        return bool(self.held) and all(parameter.requires_grad for parameter in self.held)
 
 
 class Freezer:
@@ -51,10 +62,8 @@ class Freezer:
     `select` says how units are chosen. Units that share a parameter (tied weights) freeze and thaw together. A
     parameter that is also used outside of units, such as an embedding tied to the last layer, is frozen there too.
 
-    A frozen BatchNorm is folded into its layer, so hooks on the layer see the normalised output. Weights that
-    `load_state_dict` loads into a frozen module count at once. Those written in place (`copy_`) are noticed by eager
-    code only, not by compiled or captured code, and those written through `.data` not at all: then call `refresh()`.
-    copy.deepcopy(module) gives an independent frozen module; copy.deepcopy((module, freezer)) one that can be thawed.
+    A frozen BatchNorm is folded into its layer, so hooks on the layer see the normalised output. See `refresh` for
+    weights that change. copy.deepcopy((module, freezer)) gives an independent frozen module that can be thawed.
 
     ratios: correlation ratios by unit name, if they were set; `budget` and `print(freezer)` use them.
     saved: bytes that each unit saves if it alone freezes, once `budget` or `measure` has found them.
@@ -94,11 +103,21 @@ class Freezer:
 
     def freeze(self, units: Selector) -> list[str]:
         """Freeze these units, in addition to those already frozen; the names of those that were not yet."""
-        chosen = [unit for unit in self._select(units) if unit.name not in self._frozen]
+        names = {name for name, record in self._frozen.items() if not record.trains()}
+        chosen = [unit for unit in self._select(units) if unit.name not in names]
         self._check_unfrozen()
-        for unit in chosen:
-            self._freeze(unit)
-        self._mask()
+        self._thaw([unit for unit in chosen if unit.name in self._frozen])
+        try:
+            for unit in chosen:
+                self._freeze(unit)
+            self._mask()
+        except BaseException:
+            self._thaw([unit for unit in chosen if unit.name in self._frozen])
+            raise
+        self._forget(chosen)
+        for optimizer in self.optimizers:
+            if self._warn not in optimizer._optimizer_step_pre_hooks.values():
+                optimizer.register_step_pre_hook(self._warn)
         return [unit.name for unit in chosen]
 
     def thaw(self, units: Selector | None = None) -> list[str]:
@@ -106,9 +125,8 @@ class Freezer:
         Their optimizer state starts empty."""
         chosen = self.units if units is None else self._select(units)
         thawed = [unit for unit in chosen if unit.name in self._frozen]
-        for unit in thawed:
-            self._thaw(unit)
-        self._mask()
+        self._forget(thawed)  # it may have been loaded
+        self._thaw(thawed)
         return [unit.name for unit in thawed]
 
     unfreeze = thaw
@@ -146,16 +164,16 @@ class Freezer:
         module's output, by default its sum. Call it in the mode and under the autocast of training.
         """
         names = tuple(unit.name for unit in self._select(units) if unit.name not in self._frozen)
-        with self._pretending():
-            return Estimate(names, self._cost(example, loss), self._cost(example, loss, names))
+        return on_copy(self, example, loss, lambda cost: Estimate(names, cost(), cost(names)))
 
     def measure(self, example: Any, *, loss: Loss | None = None) -> dict[str, int]:
         """The bytes of a step that each unit saves if it alone freezes beside those that are frozen, by name."""
-        with self._pretending():
-            now = self._cost(example, loss, backward=False).bytes
-            for name in [unit.name for unit in self.units if unit.name not in self._frozen]:
-                self.saved[name] = now - self._cost(example, loss, [name], backward=False).bytes
+        self.saved |= on_copy(self, example, loss, self._savings)
         return self.saved
+
+    def _savings(self, cost: Cost) -> dict[str, int]:
+        now, names = cost(backward=False).bytes, [unit.name for unit in self.units if unit.name not in self._frozen]
+        return {name: now - cost([name], backward=False).bytes for name in names}
 
     def budget(self, limit: str | int, example: Any, *, loss: Loss | None = None) -> Estimate:
         """The units to freeze so that a step on `example` takes at most `limit` bytes ("12GiB"): `names` of what is
@@ -165,32 +183,38 @@ class Freezer:
         least bytes or, with `ratios`, the least bytes for what is lost (1 - ratio). `CostEstimate` says what counts.
         """
         most = parse_bytes(limit)
-        with self._pretending():
-            now = self._cost(example, loss)
-            if now.bytes <= most:
-                return Estimate((), now, now)
-            saved = self.measure(example, loss=loss)
-            candidates = [unit.name for unit in self.units if unit.name not in self._frozen]
-            worth = {name: saved[name] / max(1 - self.ratios.get(name, 0.0), 1e-3) for name in candidates}
-            needed = sorted(candidates, key=worth.__getitem__, reverse=True)
-            if (least := self._cost(example, loss, needed, backward=False)).bytes > most:
-                takes = f"{format_bytes(least.bytes)}, {format_bytes(least.bytes - most)} more than {limit}"
-                raise ValueError(f"with all units frozen a step takes {takes}; take a smaller batch")
-            for name in needed[::-1]:
+
+        def search(cost: Cost) -> tuple[Estimate, int]:
+            """What is found, and the bytes of a step at the least."""
+            if (now := cost()).bytes <= most:
+                return Estimate((), now, now), now.bytes
+            saved = self._savings(cost)
+            self.saved |= saved
+            worth = {name: saved[name] / max(1 - self.ratios.get(name, 0.0), 1e-3) for name in saved}
+            needed = sorted(saved, key=worth.__getitem__, reverse=True)
+            least = cost(needed, backward=False).bytes
+            for name in needed[::-1] if least <= most else ():
                 rest = [other for other in needed if other != name]
-                if self._cost(example, loss, rest, backward=False).bytes <= most:
+                if cost(rest, backward=False).bytes <= most:
                     needed = rest
             names = tuple(unit.name for unit in self._select(needed))
-            if len(names) == len(candidates):
-                logger.warning("a step takes at most %s only if no unit trains; take a smaller batch", limit)
-            return Estimate(names, now, self._cost(example, loss, names))
+            return Estimate(names, now, cost(names)), least
+
+        found, least = on_copy(self, example, loss, search)
+        if least > most:
+            takes = f"{format_bytes(least)}, {format_bytes(least - most)} more than {limit}"
+            raise ValueError(f"with all units frozen a step takes {takes}; take a smaller batch")
+        if found.names and len(found.names) == len(self.units) - len(self._frozen):
+            logger.warning("a step takes at most %s only if no unit trains; take a smaller batch", limit)
+        return found
 
     def ddp(self, model: nn.Module | None = None, **options: Any) -> FreezeAwareDDP:
         """`model`, which contains the module, as a DistributedDataParallel (with its options) that follows freezing."""
         return FreezeAwareDDP(self.module if model is None else model, self.frozen_norm_buffers, **options)
 
     def refresh(self) -> None:
-        """Fold the norms again: needed if weights were changed in place and the code is compiled or captured."""
+        """Fold the norms again: needed after weights were written through `.data` or, if the code is compiled or
+        captured, in place. `load_state_dict` does it, and eager code notices what is written in place."""
         for patch in self._layers():
             patch.refresh()
 
@@ -200,8 +224,11 @@ class Freezer:
     def load_state_dict(self, state: Mapping[str, Sequence[str]]) -> None:
         """Freeze exactly the units in `state`. Load weights and optimizer first."""
         units = select(self.units, state["frozen"])  # first: a state that does not fit changes nothing
+        states = [dict(optimizer.state) for optimizer in self.optimizers]
         self.thaw()
         self.freeze(units)
+        for optimizer, loaded in zip(self.optimizers, states, strict=True):
+            optimizer.state.update((parameter, value) for parameter, value in loaded.items() if parameter.requires_grad)
 
     def __str__(self) -> str:
         """A line per unit."""
@@ -230,51 +257,79 @@ class Freezer:
                 raise ValueError(f"{name!r} is frozen by another Freezer (or copied from one); thaw that one first")
 
     def _freeze(self, unit: Unit) -> None:
-        record = self._frozen[unit.name] = _Frozen([parameter.requires_grad for parameter in unit.parameters()])
-        for parameter in unit.parameters():
-            parameter.requires_grad_(False)
-            parameter.grad = None
-            for optimizer in self.optimizers:
-                optimizer.state.pop(parameter, None)
-        _touch(unit)
+        places = [(module, key, module._parameters.get(key)) for module, key in unit.places()]
+        held = [parameter for parameter in unit.parameters() if parameter.requires_grad]
+        other = [place for place in places if place[2] is None or not place[2].requires_grad]
+        record = self._frozen[unit.name] = _Frozen(held, other)
         layer, norm = unit.layer, unit.norm
         layer.__dict__[MARK] = record
+        for parameter in held:
+            parameter.requires_grad_(False)
+        _touch(unit)
         computed = layer.parametrizations.values() if parametrize.is_parametrized(layer) else ()  # type: ignore[union-attr, operator]
         for parametrization in itertools.chain(*computed):  # in train mode spectral_norm updates its buffers
             self._patch(record, parametrization, EvalMode)
+        for hook in layer._forward_pre_hooks.values():  # as its older function does
+            if isinstance(hook, SpectralNorm):
+                record.switch(hook, "n_power_iterations", 0)
         patched = self.save_memory and kernels.is_plain_layer(layer)
         fold = patched and not self.batch_statistics and unit.name in self._trace.foldable
         # A shard (of fully_shard) holds only a part of the weight between forwards.
         fold = fold and kernels.is_plain_batch_norm(norm) and not hasattr(layer.weight, "full_tensor")
         # PyTorch itself keeps no input for a linear layer's frozen weight: without a norm there is nothing to gain.
         if fold or (patched and isinstance(layer, nn.Conv2d)):
-            self._patch(record, layer, FrozenLayer, norm if fold else None)
-        for held in unit.norms:
-            if not isinstance(held, BATCH_NORMS | INSTANCE_NORMS) or held.running_mean is None:
+            self._patch(record, layer, FrozenLayer, *((norm, self.module) if fold else ()))
+        for each in unit.norms:
+            if next(each.buffers(), None) is None:
                 continue
             # An InstanceNorm has no mode that normalises by its input and leaves its statistics alone.
-            if not self.batch_statistics or isinstance(held, INSTANCE_NORMS):
-                self._patch(record, held, PassThrough if fold and held is norm else EvalMode)
-            elif held.track_running_stats:
+            if not self.batch_statistics or not isinstance(each, BATCH_NORMS):
+                folded = fold and each is norm
+                self._patch(record, each, *((PassThrough, self._patched[layer]) if folded else (EvalMode,)))
+                if hasattr(each, "reset_running_stats"):  # torch.optim.swa_utils.update_bn calls it
+                    record.switch(each, "reset_running_stats", kernels.keep_statistics)
+            elif each.track_running_stats:
                 # PyTorch then uses batch statistics in train mode and running ones in eval mode, updating neither.
-                held.track_running_stats = False
-                record.untracked.append(held)
+                record.switch(each, "track_running_stats", False)
 
-    def _thaw(self, unit: Unit) -> None:
-        record = self._frozen.pop(unit.name)
-        del unit.layer.__dict__[MARK]
-        for parameter, trained in zip(unit.parameters(), record.trained, strict=True):
-            if trained:
-                parameter.requires_grad_(True)
-        _touch(unit)
+    def _thaw(self, units: Sequence[Unit]) -> None:
+        for unit in units:
+            record = self._frozen.pop(unit.name)
+            unit.layer.__dict__.pop(MARK, None)
+            for module, key in unit.places():  # which may not be those of before
+                parameter = module._parameters.get(key)
+                kept = any(parameter is same or (module, key) == (where, name) for where, name, same in record.other)
+                if parameter is not None and parameter.is_floating_point() and not kept:
+                    parameter.requires_grad_(True)
+            _touch(unit)
+            for owner, name, value in record.switched:
+                vars(owner)[name] = value
+                if value is owner:
+                    del vars(owner)[name]
+            still = {module for other in self._frozen.values() for module in other.patched}
+            for module in record.patched:
+                if module not in still and module in self._patched:  # two layers may share a parametrization
+                    self._patched.pop(module).detach()
         for optimizer in self.optimizers:
-            _start_momentum(optimizer, unit.parameters())
-        for norm in record.untracked:
-            norm.track_running_stats = True  # type: ignore[assignment]
-        still = {module for other in self._frozen.values() for module in other.patched}
-        for module in record.patched:
-            if module not in still:  # two layers may share a parametrization
-                self._patched.pop(module).detach()
+            _start_momentum(optimizer, [parameter for unit in units for parameter in unit.parameters()])
+        self._mask()
+
+    def _forget(self, units: Sequence[Unit]) -> None:
+        """Drop gradients and optimizer state."""
+        frozen: list[Tensor] = [p for unit in units for p in unit.parameters() if not p.requires_grad]
+        for parameter in frozen:
+            parameter.grad = None
+        for optimizer in self.optimizers:
+            one_for_all = isinstance(optimizer, LBFGS)  # its history would move what is frozen
+            for parameter in list(optimizer.state) if frozen and one_for_all else frozen:
+                optimizer.state.pop(parameter, None)
+
+    def _warn(self, *step: Any) -> None:
+        """Before a step of an optimizer."""
+        for name, record in self._frozen.items():
+            if not record.warned and record.trains():
+                record.warned = True
+                logger.warning("unit %r is frozen, but trains: requires_grad_(True) was called; freeze it again", name)
 
     def _mask(self) -> None:
         """Masked ReLUs are those whose output no trainable layer saves: it would keep the output beside the mask."""
@@ -293,28 +348,6 @@ class Freezer:
         key = (kind, module, *arguments)
         self._patched[module] = self._patches[key] = self._patches.get(key) or kind(module, *arguments)
         self._patched[module].attach()
-
-    @contextmanager
-    def _pretending(self) -> Iterator[None]:
-        """What freezes inside thaws at the end, and its gradients and optimizer state come back."""
-        frozen, states = self.frozen, [dict(optimizer.state) for optimizer in self.optimizers]
-        gradients = [(parameter, parameter.grad) for parameter in self.module.parameters()]
-        try:
-            yield
-        finally:
-            self.thaw([name for name in self.frozen if name not in frozen])
-            for parameter, gradient in gradients:
-                parameter.grad = gradient
-            for optimizer, state in zip(self.optimizers, states, strict=True):
-                optimizer.state.clear()
-                optimizer.state.update(state)
-
-    def _cost(self, example: Any, loss: Loss | None, names: Selector = (), *, backward: bool = True) -> CostEstimate:
-        """With the units of these names frozen too."""
-        with self.temporarily_frozen(names):
-            for patch in self._layers():  # not among fake tensors, which have no values
-                patch.refresh_if_stale()
-            return step_cost(self.module, self.optimizers, example, self.folded, loss, backward=backward)
 
     def frozen_norm_buffers(self) -> list[Tensor]:
         """The statistics of frozen norms, which no longer change."""
@@ -347,8 +380,7 @@ def _start_momentum(optimizer: Optimizer, parameters: Sequence[Tensor]) -> None:
 
 def _touch(unit: Unit) -> None:
     """Make compiled code check the unit's parameters again: Dynamo does if the dictionary that holds them changed."""
-    norm = () if unit.norm is None else unit.norm.modules()
-    for module in {*unit.extra.values(), *unit.layer.modules(), *norm}:
-        for name, parameter in list(module._parameters.items()):
+    for module, name in unit.places():
+        if (parameter := module._parameters.get(name)) is not None:
             module._parameters[name] = None
             module._parameters[name] = parameter

@@ -1,7 +1,11 @@
 """Replacement forwards for frozen layers, norms and ReLUs, with which autograd saves only what backward needs: of a
 convolution its weight; nothing of a BatchNorm, which is folded into its layer; of a ReLU one bit per element."""
 
+import copy
+import logging
 import math
+import operator
+import weakref
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import Any
@@ -9,12 +13,16 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.autograd import forward_ad
 from torch.utils.hooks import RemovableHandle
 
 from ptlf.freezing.recording import BATCH_NORMS, Convolution
 
+logger = logging.getLogger("ptlf.freezing")
 Pair = tuple[int, int]
 PlainLayer = nn.Conv2d | nn.Linear  # the layers with a forward here
+SKIPPED = "did not get its last output, which was normalised already"
 # Of BatchNorms that compute in eval mode what PyTorch's does, and so may be folded into their layer once frozen.
 STANDARD_FORWARDS: set[Callable[..., Any]] = {nn.BatchNorm2d.forward, nn.SyncBatchNorm.forward}
 
@@ -124,6 +132,15 @@ def fold(layer: PlainLayer, norm: nn.Module) -> tuple[Tensor, Tensor]:
     return weight.to(layer.weight.dtype), bias.to(layer.weight.dtype)
 
 
+def is_unusual() -> bool:
+    """Whether a forward is exported, traced or transformed (torch.func, forward-mode gradients): it needs the layers'
+    own parameters and operations."""
+    if torch.compiler.is_compiling():
+        return torch.compiler.is_exporting()
+    transformed = torch._C._functorch.peek_interpreter_stack() is not None or forward_ad._current_level >= 0
+    return transformed or torch.jit.is_tracing()
+
+
 class ForwardPatch:
     """A callable that replaces `forward` in the `__dict__` of `module`. As an object it is copied with its module."""
 
@@ -140,45 +157,99 @@ class ForwardPatch:
         if self.before is not None:
             self.module.__dict__["forward"] = self.before
 
+    @property
+    def __globals__(self) -> Any:
+        """torch.jit.script needs them; torch.fx can do without."""
+        raise AttributeError(f"torch.jit.script cannot read a frozen {type(self.module).__name__}; thaw it first")
+
 
 class FrozenLayer(ForwardPatch):
-    """Forward of a frozen convolution or linear layer; `norm`, if given, is folded in.
+    """Forward of a frozen convolution or linear layer; `norm`, if given, is folded in while `holder` holds it.
 
     The folded tensors are made again when a state_dict is loaded and, by eager code, if a source tensor has changed.
     After a thaw they keep their memory: a captured graph may still read it.
+
+    The layer computes what its own forward does, and the norm for itself, wherever folding could be wrong: if the norm
+    was replaced or did not follow, if a parameter was replaced or trains, in a copy without the norm, if `is_unusual`.
     """
 
     module: PlainLayer
 
-    def __init__(self, layer: PlainLayer, norm: nn.Module | None = None) -> None:
+    def __init__(self, layer: PlainLayer, norm: nn.Module | None = None, root: nn.Module | None = None) -> None:
         super().__init__(layer)
-        self.norm, self.sources = norm, [] if norm is None else [layer, norm]  # of the folded tensors
+        self.norm, self.sources = norm, [layer] if norm is None else [layer, norm]  # of the folded tensors
+        self.root, self.holder = root, norm_holder(root, norm)  # None if the norm is not folded
+        self.parameters = self._parameters()
         self.weight: Tensor | None = None
         self.bias: Tensor | None = None
-        self.versions: list[tuple[int, int]] = []
+        self.versions: list[tuple[int, ...]] = []
         self.handles: list[RemovableHandle] = []
+        self.waiting: list[weakref.ref[Tensor]] = []  # outputs that have not reached the norm
+        self.compiled = False  # code that does not note its outputs
 
     def __call__(self, input: Tensor) -> Tensor:
-        if not torch.compiler.is_compiling():
-            self.refresh_if_stale()
         layer = self.module
-        weight, bias = (layer.weight, layer.bias) if self.weight is None else (self.weight, self.bias)
+        if not self.is_intact(input):
+            return type(layer).forward(layer, input)  # type: ignore[arg-type]
+        folds = self.folds()
+        weight, bias = (self.weight, self.bias) if folds else (layer.weight, layer.bias)
+        assert weight is not None
         if isinstance(layer, nn.Linear):
-            return F.linear(input, weight, bias)
-        padding: Any = layer.padding
-        if isinstance(padding, str) or layer.padding_mode != "zeros":
-            input, padding = pad(layer, input), (0, 0)
-        return frozen_conv2d(input, weight, bias, layer.stride, padding, layer.dilation, layer.groups)  # type: ignore[arg-type]
+            output = F.linear(input, weight, bias)
+        else:
+            padding: Any = layer.padding
+            if isinstance(padding, str) or layer.padding_mode != "zeros":
+                input, padding = pad(layer, input), (0, 0)
+            output = frozen_conv2d(input, weight, bias, layer.stride, padding, layer.dilation, layer.groups)  # type: ignore[arg-type]
+        if torch.compiler.is_compiling():
+            self.compiled = True
+        elif folds:
+            self.waiting.append(weakref.ref(output))
+        return output
 
-    def refresh_if_stale(self) -> None:
+    def is_intact(self, input: Any) -> bool:
+        """Whether the parameters are those that were frozen. Also folds anew if they have other values."""
+        if is_unusual() or not isinstance(input, Tensor):
+            return False
+        if self.norm is None or torch.compiler.is_compiling() or isinstance(input, FakeTensor):
+            return self._is_untouched()
         if self.versions != self._versions():
             self.refresh()
+        return bool(self.versions)
+
+    def folds(self) -> bool:
+        """Whether the norm is folded in now."""
+        if self.holder is None:
+            return False
+        if self.holder[0]._modules.get(self.holder[1]) is not self.norm:
+            return self._keep_apart("was replaced")
+        skipped = self.waiting and not self.compiled and any(ref() is None for ref in self.waiting)
+        return self._keep_apart(SKIPPED) if skipped else True
+
+    def has_normalised(self, input: Tensor) -> bool:
+        """Whether the norm's input is an output of this layer with the norm folded in."""
+        if torch.compiler.is_compiling() or self.compiled:
+            self.compiled = True
+            return self.is_intact(input) and self.folds()
+        # The output itself or, if a hook or a cast has made another tensor of it, the oldest one.
+        place = next((place for place, ref in enumerate(self.waiting) if ref() is input), 0)
+        return bool(self.waiting) and self.waiting.pop(place) is not None
+
+    def _keep_apart(self, what: str) -> bool:
+        if not torch.compiler.is_compiling():
+            self.holder, self.waiting = None, []
+            names = f"{type(self.norm).__name__} of a frozen {type(self.module).__name__}"
+            logger.warning("the %s %s; it is folded no more; thaw before you change a module", names, what)
+        return False
 
     @torch.inference_mode(False)
     @torch.no_grad()
     def refresh(self, *loaded: Any) -> None:
         """Fold again, into the same memory if shape and layout match: a captured graph reads from there."""
-        if self.norm is None:
+        if loaded:
+            self.parameters = self._parameters()
+        self.versions = []
+        if self.norm is None or not self._is_untouched():
             return
         weight, bias = fold(self.module, self.norm)
         if self.weight is not None and self.bias is not None and layout(self.weight) == layout(weight):
@@ -186,26 +257,56 @@ class FrozenLayer(ForwardPatch):
             self.bias.copy_(bias)
         else:
             self.weight, self.bias = weight, bias
-        self.versions = self._versions()
+        self.versions = [()] if isinstance(weight, FakeTensor) else self._versions()
 
     def attach(self) -> None:
         super().attach()
+        self.parameters, self.holder = self._parameters(), norm_holder(self.root, self.norm)
         # On both: whichever is loaded last folds what the other one has loaded.
-        self.handles = [source.register_load_state_dict_post_hook(self.refresh) for source in self.sources]
+        if self.norm is not None:
+            self.handles = [source.register_load_state_dict_post_hook(self.refresh) for source in self.sources]
         self.refresh()
 
     def detach(self) -> None:
         for handle in self.handles:
             handle.remove()
+        if self.waiting and not self.compiled:
+            self._keep_apart(SKIPPED)
         super().detach()
 
     def tensors(self) -> list[Tensor]:
         return [tensor for tensor in (self.weight, self.bias) if tensor is not None]
 
-    def _versions(self) -> list[tuple[int, int]]:
-        """Address and version of every source tensor: detects in-place changes and replaced data."""
+    def _parameters(self) -> list[nn.Parameter | None]:
+        return [parameter for source in self.sources for parameter in source._parameters.values()]
+
+    def _is_untouched(self) -> bool:
+        """Whether nobody has made a parameter train or replaced one (fully_shard does, but then no norm is folded)."""
+        now, before = self._parameters(), self.parameters
+        same = len(now) == len(before) and (self.norm is None or all(map(operator.is_, now, before)))
+        return same and not any(parameter is not None and parameter.requires_grad for parameter in now)
+
+    def _versions(self) -> list[tuple[int, ...]]:
+        """Of every source tensor; they detect replaced tensors and data, in-place changes, and what trains."""
         tensors = (t for s in self.sources for t in (*s._parameters.values(), *s._buffers.values()) if t is not None)
-        return [(tensor.data_ptr(), tensor._version) for tensor in tensors]
+        return [(id(t), t.data_ptr(), t._version, t.requires_grad) for t in tensors]
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "waiting": []}
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "FrozenLayer":
+        """In a copy of the layer alone no norm follows it."""
+        twin = memo[id(self)] = object.__new__(type(self))
+        outer = self.holder if id(self.root) in memo else None
+        twin.__dict__.update(copy.deepcopy({**self.__getstate__(), "holder": outer, "root": None}, memo))
+        twin.root = memo.get(id(self.root))
+        return twin
+
+
+def norm_holder(root: nn.Module | None, norm: nn.Module | None) -> tuple[nn.Module, str] | None:
+    """The module inside `root` that has the norm as a child, and the child's name."""
+    parts = [] if root is None or norm is None else root.modules()
+    return next(((part, name) for part in parts for name, child in part._modules.items() if child is norm), None)
 
 
 def replaced_forward(module: nn.Module) -> Callable[..., Any] | None:
@@ -226,11 +327,8 @@ def pad(layer: Convolution, images: Tensor) -> Tensor:
     return F.pad(images, amounts, mode=mode) if any(amounts) else images
 
 
-class PassThrough(ForwardPatch):
-    """Forward of a norm that is folded into its layer."""
-
-    def __call__(self, input: Tensor) -> Tensor:
-        return input
+def keep_statistics() -> None:
+    """In place of the method `reset_running_stats` of a frozen norm."""
 
 
 class EvalMode(ForwardPatch):
@@ -254,12 +352,25 @@ class EvalMode(ForwardPatch):
             module.training = was_training
 
 
+class PassThrough(EvalMode):
+    """Forward of a norm that is folded into its layer."""
+
+    def __init__(self, norm: nn.Module, layer: FrozenLayer) -> None:
+        super().__init__(norm)
+        self.layer = layer
+
+    def __call__(self, input: Tensor, *others: Tensor) -> Any:
+        return input if self.layer.has_normalised(input) else super().__call__(input, *others)
+
+
 class MaskedReLU(ForwardPatch):
     """Forward of an nn.ReLU whose output is not saved for any other backward."""
 
     module: nn.ReLU
 
     def __call__(self, input: Tensor) -> Tensor:
+        if is_unusual():
+            return type(self.module).forward(self.module, input)
         output = masked_relu(input)
         # Other code may hold the input and expect the in-place change. The copy saves nothing for backward.
         return input.copy_(output) if self.module.inplace else output

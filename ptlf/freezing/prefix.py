@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from ptlf.freezing.kernels import FrozenLayer, replaced_forward
 from ptlf.freezing.recording import unchanged
 
 
@@ -44,6 +45,9 @@ class FrozenPrefix:
             with redirect_calls({cut: stop}):
                 module(x)
         except _ReachedCut as reached:
+            for part in module.modules():
+                if isinstance(patch := replaced_forward(part), FrozenLayer):
+                    patch.waiting.clear()  # the forward ends here
             return reached.args[0]
         raise RuntimeError(f"the forward did not call {self.cut!r}")
 

@@ -1,6 +1,8 @@
 """A forward pass, recorded: which layer, norm and ReLU ran on what, and who keeps which tensor for backward."""
 
 import dataclasses
+import random
+import sys
 import weakref
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
@@ -101,11 +103,11 @@ def record_forward(module: nn.Module, example: Any, *, train: bool = False) -> t
             if isinstance(part, (Layer, *NORMS)) or type(part) is nn.ReLU:
                 stack.callback(part.register_forward_pre_hook(record.enter, with_kwargs=True).remove)
                 stack.callback(part.register_forward_hook(record.leave, with_kwargs=True).remove)
+        stack.enter_context(torch.inference_mode(False))
         positional, named = arguments(example)
         args = [_requiring_gradient(value) for value in positional]
         kwargs = {key: _requiring_gradient(value) for key, value in named.items()}
         device = next(tensors_in([args, kwargs]), torch.empty(0)).device.type
-        stack.enter_context(torch.inference_mode(False))
         stack.enter_context(torch.enable_grad())
         stack.enter_context(torch.autocast(device, enabled=False))
         # Weak: the graph holds the hooks and the record holds the graph, which would be a reference cycle.
@@ -129,30 +131,41 @@ def _requiring_gradient(value: Any) -> Any:
 
 
 @contextmanager
-def unchanged(*modules: nn.Module, values: bool = True) -> Iterator[None]:
-    """Restore parameters, buffers, modes and torch's global random state on exit.
-
-    values: False for work among fake tensors, which change single numbers only: no others are copied and put back.
-    """
+def unchanged(*modules: nn.Module) -> Iterator[None]:
+    """Restore parameters, buffers, modes and the global random state on exit."""
     parts = list({part: None for module in modules for part in module.modules()})
     modes = [part.training for part in parts]
     tensors = [
-        (part, name, tensor, tensor._version, tensor.detach().clone() if values or tensor.numel() == 1 else None)
+        (part, name, tensor, tensor.detach().clone())
         for part in parts
         for name, tensor in (*part.named_parameters(recurse=False), *part.named_buffers(recurse=False))
     ]
-    devices = {tensor.device.index for _, _, tensor, *_ in tensors if tensor.is_cuda}
-    with torch.random.fork_rng(devices=sorted(devices)):
+    with same_randomness(*modules):
         try:
             yield
         finally:
             for part, mode in zip(parts, modes, strict=True):
                 part.training = mode
             with torch.no_grad():
-                for part, name, tensor, version, saved in tensors:
+                for part, name, tensor, saved in tensors:
                     setattr(part, name, tensor)  # a buffer may have been replaced rather than written to
-                    if saved is not None and (values or tensor._version != version):
-                        tensor.copy_(saved)
+                    tensor.copy_(saved)
+
+
+@contextmanager
+def same_randomness(*modules: nn.Module) -> Iterator[None]:
+    """Restore the global random state of torch on the modules' devices, of Python and of numpy on exit."""
+    tensors = (tensor for module in modules for tensor in (*module.parameters(), *module.buffers()))
+    devices = sorted({tensor.device.index for tensor in tensors if tensor.is_cuda})
+    python, numpy = random.getstate(), sys.modules.get("numpy")
+    state = None if numpy is None else numpy.random.get_state()
+    with torch.random.fork_rng(devices=devices):
+        try:
+            yield
+        finally:
+            random.setstate(python)
+            if numpy is not None:
+                numpy.random.set_state(state)
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:

@@ -113,6 +113,7 @@ class Inputs:
     def __init__(self, part: Part, dtype: torch.dtype = torch.float64) -> None:
         self.part, self.dtype, self.count = part, dtype, 0
         self.batches: list[Tensor] = []
+        self.largest = 0.0  # magnitude of an input in the Gram matrix
         self.gram: Tensor | None = None
 
     def add(self, given: Tensor) -> None:
@@ -124,7 +125,12 @@ class Inputs:
         step = max(1, COLUMN_BYTES // (8 * groups(self.part) * fan_in(self.part) * positions))
         with torch.autocast(given.device.type, enabled=False):
             while self.gram is not None and self.batches:
-                for some in self.batches.pop(0).split(step):
+                batch = self.batches.pop(0)
+                before, self.largest = self.largest, max(self.largest, largest(batch))
+                power, now = exponent(before, self.dtype), exponent(self.largest, self.dtype)
+                if before and power != now:
+                    self.gram *= 2.0 ** (2 * (power - now))
+                for some in (batch * 2.0**-now if now else batch).split(step):
                     add_products(self.gram, self.part, some)
 
     def basis(self, threshold: float, reach: bool = True) -> Tensor:
@@ -133,6 +139,7 @@ class Inputs:
             return leading_eigenvectors(self.gram.to(self.dtype), threshold, reach).double()
         none = self.part.weight.new_zeros(groups(self.part), fan_in(self.part), 0)
         few = torch.cat([none, *(columns(self.part, batch).flatten(2) for batch in self.batches)], dim=-1).double()
+        few = few * 2.0 ** -exponent(largest(few), few.dtype)
         # R V has orthogonal columns for the eigenvectors V of R^T R, but for rounding, which the QR takes away.
         right = leading_eigenvectors(few.mT @ few, threshold, reach)
         return torch.linalg.qr(few @ right)[0] * (right.square().sum(-2, keepdim=True) > 0)
@@ -140,7 +147,18 @@ class Inputs:
     def total(self) -> Tensor:
         """A number that is not finite if an input is not."""
         kept = self.batches if self.gram is None else [self.gram]
-        return torch.stack([self.part.weight.new_zeros(()), *(tensor.sum() for tensor in kept)]).sum()
+        return torch.stack([self.part.weight.new_zeros(()), *((tensor * 0).sum() for tensor in kept)]).sum()
+
+
+def largest(tensor: Tensor) -> float:
+    return torch.linalg.vector_norm(tensor, math.inf).item() if tensor.numel() else 0.0
+
+
+def exponent(magnitude: float, dtype: torch.dtype) -> int:
+    """Of the power of two to divide such inputs by, so that no square overflows or vanishes; 0 for ordinary ones."""
+    ordinary, least = (300, -1000) if dtype == torch.float64 else (30, -120)
+    found = math.frexp(magnitude)[1]
+    return max(found, least) if abs(found) > ordinary else 0
 
 
 def replay_inputs(
@@ -275,6 +293,9 @@ def projection_ratio(gradients: Sequence[Tensor], bases: Sequence[Tensor]) -> Te
     """||G B||_F / ||G||_F for G (..., C_out, m) and B (..., m, k), over all groups and products together; a tensor on
     the device. A zero gradient gives 0, not 1: to freeze a unit that the loss does not reach would save nothing."""
     gradients = [gradient.to(basis.dtype) for gradient, basis in zip(gradients, bases, strict=True)]
+    # A power of two is exact, and keeps the squares of small gradients.
+    power = torch.stack([torch.frexp(gradient.abs().amax()).exponent for gradient in gradients]).amax()
+    gradients = [torch.ldexp(gradient, -power.clamp(min=-1000)) for gradient in gradients]
     norm = torch.cat([gradient.flatten() for gradient in gradients]).norm()
     kept = torch.cat([(gradient @ basis).flatten() for gradient, basis in zip(gradients, bases, strict=True)]).norm()
     return (kept / norm.clamp(min=torch.finfo(norm.dtype).tiny)).clamp(max=1.0)

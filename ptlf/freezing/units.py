@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import Node
+from torch.nn.parameter import is_lazy
 
 from ptlf.freezing.recording import ForwardRecord, Layer, record_forward, storage, tensors_in
 
@@ -41,10 +42,15 @@ class Unit:
         inner = [layer.in_proj_weight, layer.q_proj_weight, layer.k_proj_weight, layer.v_proj_weight]
         return [*(weight for weight in inner if weight is not None), layer.out_proj.weight]
 
+    def places(self) -> list[tuple[nn.Module, str]]:
+        """The modules that hold the parameters, and the parameters' names there."""
+        modules = [*self.layer.modules(), *(self.norm.modules() if self.norm is not None else ())]
+        own = [(module, key) for module in modules for key in module._parameters]
+        return [*own, *((module, name.rpartition(".")[2]) for name, module in self.extra.items())]
+
     def parameters(self) -> list[nn.Parameter]:
-        extra = (module._parameters[name.rpartition(".")[2]] for name, module in self.extra.items())
-        own = [*self.layer.parameters(), *(self.norm.parameters() if self.norm is not None else ())]
-        return [*own, *(parameter for parameter in extra if parameter is not None)]
+        held = [module._parameters.get(key) for module, key in self.places()]
+        return list(dict.fromkeys(parameter for parameter in held if parameter is not None))
 
     @property
     def norms(self) -> list[nn.Module]:
@@ -80,6 +86,8 @@ def find_units(module: nn.Module, example: Any = None) -> list[Unit]:
 def trace(module: nn.Module, example: Any = None) -> Trace:
     """Trace one forward in eval mode and one in train mode. The module is left unchanged."""
     errors = []
+    if any(is_lazy(tensor) for tensor in (*module.parameters(), *module.buffers())):
+        raise ValueError(f"{type(module).__name__} has lazy layers without weights yet; run one forward first")
     for guess in _guesses(module) if example is None else [example]:
         try:
             record, output = record_forward(module, guess)
@@ -115,7 +123,7 @@ def _analyse(module: nn.Module, record: ForwardRecord, output: Any) -> Trace:
             norm_of.setdefault(first.layer, norm)
     units = [Unit(names[m], m, norm_of.get(m), names.get(norm_of.get(m))) for m in record.layers]
     graph = Ownership(record, units, output)
-    seen = Trace(units, {unit.name for unit in units if _feeds_only_its_norm(unit, record, graph)})
+    seen = Trace(units, {unit.name for unit in units if _feeds_only_its_norm(unit, record, graph, module)})
     for relu, storages in record.relus.items():
         keepers = set().union(*(record.keepers.get(storage, set()) for storage in storages))
         if all(keeper in record.layers and isinstance(keeper, SPARING) for keeper in keepers):
@@ -127,6 +135,8 @@ def _analyse(module: nn.Module, record: ForwardRecord, output: Any) -> Trace:
             owner = None if parameter in owned else graph.owner_of_parameter(parameter, path)
             if owner is not None:
                 units[owner].extra[key] = part
+                if part not in [*units[owner].others, *record.norms] and keeps_statistics(part):
+                    units[owner].others.append(part)
         if part in record.norms and part not in norm_of.values():
             node = record.norms[part][0][1]
             owner = None if node is None or node not in graph.consumers else graph.owner_of_result(node, path)
@@ -135,9 +145,13 @@ def _analyse(module: nn.Module, record: ForwardRecord, output: Any) -> Trace:
     return seen
 
 
-def _feeds_only_its_norm(unit: Unit, record: ForwardRecord, graph: "Ownership") -> bool:
-    if unit.norm is None:
+def _feeds_only_its_norm(unit: Unit, record: ForwardRecord, graph: "Ownership", root: nn.Module) -> bool:
+    if unit.norm is None or unit.norm_name is None:
         return False
+    for norm in root.get_submodule(unit.norm_name.rpartition(".")[0]).children():
+        # Which of two such norms runs may depend on the step or the domain.
+        if type(norm) is type(unit.norm) and norm not in record.norms and norm.extra_repr() == unit.norm.extra_repr():
+            return False
     calls = record.layers[unit.layer]
     consumed = [call for call, _ in record.norms[unit.norm]]
     # On (B, L, features) the channels of a BatchNorm1d are L, not the layer's outputs, so it cannot be folded.
@@ -147,6 +161,11 @@ def _feeds_only_its_norm(unit: Unit, record: ForwardRecord, graph: "Ownership") 
     used_once = all(graph.uses(call.node) == 1 for call in calls)
     read_by = set().union(*(record.readers[storage(call.output)] for call in calls))
     return norm_is_used and used_once and calls == consumed and read_by <= {unit.norm}
+
+
+def keeps_statistics(part: nn.Module) -> bool:
+    """Whether it looks like a norm of the user's own."""
+    return not part._modules and any(b is not None and b.is_floating_point() for b in part._buffers.values())
 
 
 class Ownership:

@@ -1,9 +1,11 @@
 """What the callbacks share: a freezer made when training begins, a timetable, and a state that survives a resume."""
 
+import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import chain, repeat
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -66,6 +68,10 @@ class FreezingPlan:
         if state is not None:
             self.order, self.freezer.ratios = state["order"], state["ratios"]
             self.freezer.load_state_dict(state)
+            if state.get("checksum", checksum(self.freezer)) != checksum(self.freezer):  # older states have none
+                self.end()
+                hint = "make the model with from_pretrained(CHECKPOINT), then resume from CHECKPOINT"
+                raise ValueError(f"the weights to freeze are not those of the checkpoint, which was not loaded; {hint}")
         elif self.replay is not None:
             batches = chain.from_iterable(new() for _ in repeat(None))  # without end
             replay = [self.replay] if isinstance(self.replay, Tensor) else self.replay
@@ -89,4 +95,15 @@ class FreezingPlan:
     def state(self) -> dict[str, Any]:
         if self.freezer is None:  # not begun yet: what was loaded
             return dict(self.loaded or {"frozen": [], "order": None, "ratios": {}})
-        return {**self.freezer.state_dict(), "order": self.order, "ratios": dict(self.freezer.ratios)}
+        state = {**self.freezer.state_dict(), "order": self.order, "ratios": dict(self.freezer.ratios)}
+        return {**state, "checksum": checksum(self.freezer)}
+
+
+def checksum(freezer: Freezer) -> int:
+    """Of the frozen weights and statistics, as far as this process holds them whole."""
+    total = 0
+    frozen = (unit.parameters() for unit in freezer.units if unit.name in freezer.frozen)
+    for tensor in [*chain.from_iterable(frozen), *freezer.frozen_norm_buffers()]:
+        if not hasattr(tensor, "full_tensor"):
+            total = zlib.crc32(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data, total)
+    return total

@@ -81,8 +81,8 @@ def test_fold_is_layer_then_norm_in_the_weights_dtype_and_layout(affine, bias):
             if tensor is not None:
                 nn.init.normal_(tensor)
         nn.init.uniform_(norm.running_var, 0.5, 2)
-        norm, layer, x = norm.eval().double(), frozen(layer.double()), torch.randn(shape).double()
-        torch.testing.assert_close(FrozenLayer(layer, norm)(x), norm(layer(x)), rtol=0, atol=1e-12)
+        norm, layer, x = frozen(norm.eval().double()), frozen(layer.double()), torch.randn(shape).double()
+        torch.testing.assert_close(FrozenLayer(layer, norm, nn.Sequential(norm))(x), norm(layer(x)), rtol=0, atol=1e-12)
     layer = nn.Conv2d(4, 6, 3).to(torch.bfloat16).to(memory_format=torch.channels_last)
     weight, bias = fold(layer, nn.BatchNorm2d(6))
     assert weight.dtype == bias.dtype == torch.bfloat16
@@ -90,8 +90,8 @@ def test_fold_is_layer_then_norm_in_the_weights_dtype_and_layout(affine, bias):
 
 
 def test_folded_layer_follows_its_sources_and_keeps_its_memory():
-    layer, norm = frozen(nn.Conv2d(3, 4, 3)), nn.BatchNorm2d(4).eval()
-    override, x = FrozenLayer(layer, norm), torch.randn(2, 3, 8, 8)
+    layer, norm = frozen(nn.Conv2d(3, 4, 3)), frozen(nn.BatchNorm2d(4).eval())
+    override, x = FrozenLayer(layer, norm, nn.Sequential(norm)), torch.randn(2, 3, 8, 8)
     override.refresh()
     address = override.weight.data_ptr()
     for change in (
@@ -103,6 +103,7 @@ def test_folded_layer_follows_its_sources_and_keeps_its_memory():
         with torch.no_grad():
             change()
         torch.testing.assert_close(override(x), norm(layer(x)))
+        override.waiting.clear()
     assert override.weight.data_ptr() == address
     layer.double(), norm.double()
     torch.testing.assert_close(override(x.double()), norm(layer(x.double())))
