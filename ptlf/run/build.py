@@ -92,6 +92,8 @@ class Components:
         )
         self.freezing = make_freezing(config, self.trainer, self.random["policy"])
 
+        if not config.checkpoint.keep_images:
+            check_forgets(config, method, stream)
         tests = config.evaluation
         self.prober: Prober | None = None  # on the stream's test images
         self.reference: Prober | None = None  # on `evaluation.reference`, against a bank of its own
@@ -114,6 +116,21 @@ class Components:
         """Stored images (B, H, W, 3) uint8 as the encoder's input, without augmentation."""
         x = normalise(images, self.view_specs[0].mean, self.view_specs[0].std, self.view_size)
         return x.contiguous(memory_format=torch.channels_last) if self.trainer.arithmetic.channels_last else x
+
+
+def check_forgets(config: Config, method: Method[Any], stream: Stream) -> None:
+    """Refuse what would keep images, or need them, after their task."""
+    advice = "choose another method and freezing policy, such as --method anchor --freezing.policy none"
+    reasons = {
+        f"method {config.method.name!r} with this freezing keeps images in a memory; {advice}": method.memory
+        is not None,
+        "the gallery keeps some; give --evaluation.gallery false": config.evaluation.gallery,
+        "tasks with labels are tested again later; give folders without train/ and --test-fraction": any(
+            split.since >= len(stream.tasks) - stream.arrived and not split.always for split in stream.eval_splits
+        ),
+    }
+    for reason in (reason for reason, holds in reasons.items() if holds):
+        raise UserError(f"checkpoint.keep_images is false, but {reason}")
 
 
 def starting_encoder(
