@@ -35,7 +35,7 @@ from ptlf.run.verdict import neighbours_agree
 from ptlf.run.versions import find_maps, find_version, recall
 
 DAYS, CLASSES, LEARNT = 6, 4, 35
-SIZES, FOLDERS = (12, 24, 48), 40
+SIZES, FOLDERS, TIMED = (12, 24, 48), 40, 250
 
 
 def split(labels: np.ndarray, count: int = LEARNT) -> tuple[list[np.ndarray], list[np.ndarray]]:
@@ -93,9 +93,10 @@ def learn_days(images: np.ndarray, days: list[np.ndarray], folder: Path, setting
 def measure_maps(images: np.ndarray, labels: np.ndarray, folder: Path, learnt: Any, unseen: Any) -> dict[str, Any]:
     names, test = [f"day{day + 1}" for day in range(DAYS)], np.concatenate(unseen)
     encoders = [load_encoder(folder / "encoders" / name, device="cpu") for name in names]
-    began = time.perf_counter()
     own = [encoder.embed(images) for encoder in encoders]
-    again_ms = 1000 * (time.perf_counter() - began) * 10_000 / (DAYS * len(images))
+    began = time.perf_counter()
+    encoders[0].embed(images[:TIMED])
+    again_ms = 1000 * (time.perf_counter() - began) * 10_000 / TIMED
     versions = [find_version(folder, name) for name in names]
     mlps = [residual_mlp(*(own[day + step][np.concatenate(learnt[: day + 2])] for step in (0, 1))) for day in range(5)]
     rows = []
@@ -141,8 +142,9 @@ def worsened(kind: str, pixels: np.ndarray, random: np.random.Generator) -> np.n
 def measure_answers(images: np.ndarray, folder: Path, learnt: Any, unseen: Any) -> dict[str, Any]:
     encoder, random = load_encoder(folder / "encoders" / "day3", device="cpu"), np.random.default_rng(1)
     began = time.perf_counter()
+    encoder.embed(images[:TIMED])
+    encoding = (time.perf_counter() - began) / TIMED
     past = [encoder.embed(images[rows]) for rows in learnt[:3]]
-    encoding = (time.perf_counter() - began) / sum(map(len, past))
     known, new = np.concatenate(unseen[:3]), np.concatenate(unseen[3:])
     clean = encoder.embed(images)
     kinds: dict[str, tuple[np.ndarray, np.ndarray]] = {
@@ -150,10 +152,16 @@ def measure_answers(images: np.ndarray, folder: Path, learnt: Any, unseen: Any) 
         "other images of one day's classes": (clean, known),
         "new classes": (clean, new),
     }
-    for kind in ("blur", "noise", "contrast"):
-        kinds[kind] = encoder.embed(np.stack([worsened(kind, image, random) for image in images])), known
-    jpeg = encoder.embed(np.stack([worsened("jpeg", image, random) for image in images]))
-    kinds["JPEG copies of learnt images"] = jpeg, np.concatenate(learnt[:3])
+    pools = {
+        "blur": known,
+        "noise": known,
+        "contrast": known,
+        "JPEG copies of learnt images": np.concatenate(learnt[:3]),
+    }
+    for kind, pool in pools.items():
+        vectors = np.zeros_like(clean)
+        vectors[pool] = encoder.embed(np.stack([worsened(kind, image, random) for image in images[pool]]))
+        kinds[kind] = vectors, pool
     rows, spent = [], []
     for size in SIZES:
         for kind, (vectors, pool) in kinds.items():

@@ -26,20 +26,19 @@ from ptlf.stream.images import find_images
 from ptlf.stream.pack import data_root
 
 FILE = "drift.json"  # what `learn --if-drift` decided, and why
+FIGURES = {"frechet": "Fréchet distance", "distance": "distance to the nearest learnt image"}
 ANSWERS = ("as usual", "shifted", "new")
 PAST, TASKS = 2000, 50  # images and tasks that are compared with
 DRAWS, SURE, LEAST = 200, 0.05, 8  # of the run's own images; chance of a false alarm; images that suffice
 SUBSETS = 9  # of the new images, whose median counts
 DIMENSIONS = 32  # main directions of the run's own features, for the Fréchet distance
-DUPLICATE = (
-    0.2  # distance of two images that are nearly one, relative to that of neighbours; and at most a quarter of it
-)
+DUPLICATE = 0.2  # distance of near-duplicates, relative to that of neighbours; a quarter of it at most
 NOVEL = 5  # images that are named, the most novel
 
 
 @dataclass(frozen=True)
 class Drift:
-    """figures: "frechet" and "distance", each as `value`, `usual`, which 95 % of draws are below, and `p`, the share of
+    """figures: of FIGURES, each as `value`, `usual`, which 95 % of draws are below, and `p`, the share of
     draws that are as far: twice the lesser p is the chance of a false alarm."""
 
     answer: str  # of ANSWERS
@@ -50,58 +49,46 @@ class Drift:
     novel: list[tuple[str, float]]  # name and distance, the farthest first
 
     def __str__(self) -> str:
-        names = {"frechet": "Fréchet distance", "distance": "distance to the nearest learnt image"}
-        words = [
-            f"{names[key]} {f['value']:.3g}, usually below {f['usual']:.3g} (p = {f['p']:.3f})"
-            for key, f in self.figures.items()
-        ]
+        said = "{} {value:.3g}, usually below {usual:.3g} (p = {p:.3f})".format
+        words = [said(FIGURES[name], **figure) for name, figure in self.figures.items()]
         return f"{self.answer}; {'; '.join(words)}; {self.duplicates} of {self.images} images nearly as learnt ones"
 
 
 def measure_drift(past: Sequence[np.ndarray], features: np.ndarray, names: Sequence[str] = ()) -> Drift:
     """past: features (N, dim) of each task's images. features: (n, dim) of the new ones."""
-    if len(features) < LEAST:
-        raise UserError(f"{len(features)} images are too few to tell whether they are new; give at least {LEAST}")
-    tasks, own, new = (
-        np.repeat(np.arange(len(past)), [*map(len, past)]),
-        unit_rows(np.concatenate(past)),
-        unit_rows(features),
-    )
-    size = min(len(new), max(max(map(len, past)) // 2, 2))  # of a draw
-    mean = own.mean(0)
+    for count, whose in ((len(features), "the folder"), (sum(map(len, past)) // 2, "half of what the run has learnt")):
+        if count < LEAST:
+            raise UserError(f"{count} images are too few to tell whether they are new ({whose}); at least {LEAST} do")
+    tasks, own = np.repeat(np.arange(len(past)), [*map(len, past)]), unit_rows(np.concatenate(past))
+    new, mean = unit_rows(features), own.mean(0)
     directions = np.linalg.svd(own - mean, full_matrices=False)[2][: min(DIMENSIONS, len(own) // 4)].T
+    flat, flat_new, among, to_own = (own - mean) @ directions, (new - mean) @ directions, own @ own.T, new @ own.T
+    np.fill_diagonal(among, -1)
 
-    def figures(x: np.ndarray, kept: np.ndarray) -> tuple[float, float]:
+    def figures(x: np.ndarray, cosines: np.ndarray, kept: np.ndarray) -> tuple[float, float]:
         """kept: which of the run's own images they are compared with, (N,) bool."""
-        groups = [kept, *(kept & (tasks == task) for task in range(len(past)))]
-        flat, flat_x = (own - mean) @ directions, (x - mean) @ directions
-        large = [group for group in groups if group is kept or group.sum() > directions.shape[1] // 2]
-        return min(frechet(flat_x, flat[group]) for group in large), float(distances(x, own[kept]).mean())
+        of_tasks = (kept & (tasks == task) for task in range(len(past)))
+        groups = [kept, *(group for group in of_tasks if group.sum() > len(directions.T) // 2)]
+        return min(frechet(x, flat[group]) for group in groups), float(1 - cosines[:, kept].max(1).mean())
 
-    random, draws = np.random.default_rng(0), []
+    random, draws, size = np.random.default_rng(0), [], min(len(new), max(map(len, past)) // 2)
     for number in range(DRAWS):  # of all of them, and of one task, in turn
         rows = np.arange(len(own)) if number % 2 else np.flatnonzero(tasks == random.integers(len(past)))
-        rows = random.choice(rows, min(size, len(rows) // 2 or 1), replace=False)
-        draws.append(figures(own[rows], ~np.isin(np.arange(len(own)), rows)))
-    everything, some = np.ones(len(own), bool), [random.permutation(len(new))[:size] for _ in range(SUBSETS)]
-    usual, found = np.array(draws), np.median([figures(new[rows], everything) for rows in some], axis=0)
-    p = (1 + (usual >= found).sum(0)) / (1 + DRAWS)
-    far, others = distances(new, own), own @ own.T
-    np.fill_diagonal(others, -1)
-    same = far <= np.clip(DUPLICATE * np.median(1 - others.max(1)), 1e-6, DUPLICATE / 4)
+        rows = random.choice(rows, min(size, max(len(rows) // 2, 1)), replace=False)
+        draws.append(figures(flat[rows], among[rows], ~np.isin(np.arange(len(own)), rows)))
+    some = [random.permutation(len(new))[:size] for _ in range(SUBSETS)]
+    found = np.median([figures(flat_new[rows], to_own[rows], np.ones(len(own), bool)) for rows in some], axis=0)
+    usual, p = np.quantile(draws, 0.95, axis=0), (1 + (np.array(draws) >= found).sum(0)) / (1 + DRAWS)
+    far, near = 1 - to_own.max(1), DUPLICATE * float(np.median(1 - among.max(1)))
+    same = far <= np.clip(near, 1e-6, DUPLICATE / 4)
     known = same.mean() >= 1 - SURE  # these very images, be they a part of a task
     answer = ANSWERS[0 if known else 2 if p[1] <= SURE / 2 else 1 if p[0] <= SURE / 2 else 0]
     most = [(str(names[row]), round(float(far[row]), 4)) for row in np.argsort(-far)[:NOVEL]] if len(names) else []
-    each = zip(
-        ("frechet", "distance"), found.tolist(), np.quantile(usual, 0.95, axis=0).tolist(), p.tolist(), strict=True
-    )
-    shown = {name: {"value": value, "usual": limit, "p": chance} for name, value, limit, chance in each}
+    shown = {
+        name: {"value": float(found[place]), "usual": float(usual[place]), "p": float(p[place])}
+        for place, name in enumerate(FIGURES)
+    }
     return Drift(answer, len(new), len(own), int(same.sum()), shown, most)
-
-
-def distances(x: np.ndarray, others: np.ndarray) -> np.ndarray:
-    """Of each row to the nearest of the others, (n,)."""
-    return 1 - (x @ others.T).max(1)
 
 
 def frechet(x: np.ndarray, y: np.ndarray) -> float:
