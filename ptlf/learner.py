@@ -22,7 +22,7 @@ from ptlf.encoders import brings_weights
 from ptlf.report.live import Live, tell
 from ptlf.run.build import check_grows, make_stream
 from ptlf.run.config import Config, from_dict, read_yaml
-from ptlf.run.drift import Drift, drift_of, record_decision, usual_sources
+from ptlf.run.drift import Drift, decisions, drift_of, record_decision
 from ptlf.run.evaluate import evaluate_run, may_change
 from ptlf.run.fitting import fit_settings, free_settings
 from ptlf.run.folder import START, check_arrived, check_new, has_finished, keep_encoder, restore_encoder, save_encoder
@@ -194,8 +194,10 @@ class Learner:
                     run = self._train(watcher)
                     if incoming is not None and run.stop_signal:  # in its last moments
                         raise Stopped(self.folder, run.stop_signal)
-                if incoming and if_drift and self.exists and not self._is_new(incoming, if_drift):
-                    incoming = None
+                if incoming and if_drift and self.exists:
+                    found = self.drift(incoming.images("train"))
+                    named = incoming.source, task_name(incoming), if_drift
+                    incoming = incoming if record_decision(self.folder, found, *named) else None
                 if incoming is not None:
                     if not self.exists:  # choose the settings that are free
                         counts, values = [incoming.split("train").count], as_dict(self.config)
@@ -255,8 +257,9 @@ class Learner:
         if self.exists and not has_finished(self.folder):
             yield self._one_of_many(None, folder, learning)
         while True:
-            known = usual_sources(self.folder) if learning.get("if_drift") else set()
-            new = settled(folder, settle, time.time(), known | {pack.source for pack in arrivals(self.folder)})
+            skipped = decisions(self.folder) if learning.get("if_drift") else []
+            known = {pack.source for pack in arrivals(self.folder)} | {made["source"] for made in skipped}
+            new = settled(folder, settle, time.time(), known)
             looks = ((path, appearance(path)) for path in new)
             path, look = next(((path, look) for path, look in looks if refused.get(path) != look), (None, None))
             if path is not None:
@@ -310,9 +313,8 @@ class Learner:
         return evaluate_run(self.folder, config, probes, self._start(), images, on_error)[0]
 
     def embed(self, images: Any, batch: int = 256, as_of: str | None = None) -> np.ndarray:
-        """Features (N, dim) float32 of images in any form that `learn` takes: a folder (files sorted by path), a packed
-        set, an .npz, an array, a list, a data set. They are made square as the run's own images were. as_of: a task:
-        features like those of the encoder after it, to compare with older ones."""
+        """Features (N, dim) float32 of images in any form that `learn` takes, files sorted by path. They are made
+        square as the run's own images were. as_of: a task: features like those of the encoder after it."""
         return (self._load(as_of) if as_of else self._loaded()).embed(images, batch)
 
     def upgrade(self, vectors: np.ndarray, since: str) -> np.ndarray:
@@ -354,11 +356,6 @@ class Learner:
         size, fit = (known.size, known.fit) if known else (self.size, fit or "crop")
         options = {"root": data_root(self.config.data_root), "default_size": self.config.views.size or 32, **packing}
         return pack_incoming(self.folder, source, name, size, fit=fit, **options)
-
-    def _is_new(self, incoming: Pack, level: str) -> bool:
-        """Whether the images are at least that new. Recorded."""
-        found = self.drift(incoming.images("train"))
-        return record_decision(self.folder, found, incoming.source, task_name(incoming), level)
 
     def _start(self) -> nn.Module | None:
         """A copy of the module that was given, with the weights that training began with."""

@@ -18,10 +18,8 @@ SIDE = 176  # pixels of a small picture
 def write_hits(out: Path, query: Path, names: Sequence[str], found: Sequence[Sequence[Hit]]) -> None:
     """query: an image, or the folder that names are relative to."""
     templates = Environment(loader=PackageLoader("ptlf.report"), autoescape=True, undefined=StrictUndefined)
-    rows = [
-        (name, thumbnail(query / name if query.is_dir() else query), hits)
-        for name, hits in zip(names, found, strict=True)
-    ]
+    root = query if query.is_dir() else query.parent
+    rows = [(name, thumbnail(root / name), hits) for name, hits in zip(names, found, strict=True)]
     write_whole(out, templates.get_template("hits.html").render(rows=rows, thumbnail=thumbnail, side=SIDE))
 
 

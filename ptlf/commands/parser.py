@@ -232,9 +232,7 @@ def add_encoder_verbs(verb: Verb) -> None:
     add("--device", "cpu or cuda; auto is cuda where there is a GPU", default="auto")
     add_shared(add, "trust", "on-error")
 
-    add = verb(
-        "upgrade", "encoder", "Move vectors of an older version of a run's encoder into today's, without images."
-    )
+    add = verb("upgrade", "encoder", "Move vectors of an older version of a run's encoder to today's, without images.")
     add("folder", "the run's folder", Path, metavar="RUN")
     add("vectors", "a file that `ptlf embed` wrote after an earlier task", Path, metavar="FILE")
     add("--out", "FILE.npz or FILE.parquet, as `ptlf embed` writes them", new_file, required=True, metavar="FILE")
@@ -243,20 +241,14 @@ def add_encoder_verbs(verb: Verb) -> None:
     usage = "%(prog)s FILE [FILE ...] QUERY [--run RUN] [--count N] [--out PAGE]"
     add = verb("search", "ptlf.commands.encoder:show_nearest", about, usage=usage)
     add("words", "files that `ptlf embed` wrote, then an image or a folder of images", nargs="+", metavar="FILE")
-    add(
-        "--run",
-        "the run whose encoder encodes the query (default: the one that the vectors name)",
-        Path,
-        dest="encoder",
-    )
+    add("--run", "the run whose encoder encodes queries (default: the vectors' own)", Path, dest="encoder")
     add("--count", "images to show for each query", positive, default=10)
     add("--out", "also write a page with small pictures", new_page, metavar="PAGE.html")
     add("--device", "cpu or cuda; auto is cuda where there is a GPU", default="auto")
     add_shared(add, "trust")
 
-    epilog = "The answer: as usual (learning may be skipped), shifted (known content, other pictures of it), or new."
-    about = "Say how new a folder of images is to a run's encoder, without labels."
-    add = verb("drift", "encoder", about, epilog=epilog)
+    about = "Say whether a folder of images is new to a run's encoder, shifted or as usual, without labels."
+    add = verb("drift", "encoder", about)
     add("folder", "the run's folder", Path, metavar="RUN")
     add("images", "a folder of any depth, a packed set, an .npz or .npy file", metavar="IMAGES")
     add("--device", "cpu or cuda; auto is cuda where there is a GPU", default="auto")

@@ -120,17 +120,13 @@ class Components:
 
 def check_forgets(config: Config, method: Method[Any], stream: Stream) -> None:
     """Refuse what would keep images, or need them, after their task."""
-    advice = "choose another method and freezing policy, such as --method anchor --freezing.policy none"
-    reasons = {
-        f"method {config.method.name!r} with this freezing keeps images in a memory; {advice}": method.memory
-        is not None,
-        "the gallery keeps some; give --evaluation.gallery false": config.evaluation.gallery,
-        "tasks with labels are tested again later; give folders without train/ and --test-fraction": any(
-            split.since >= len(stream.tasks) - stream.arrived and not split.always for split in stream.eval_splits
-        ),
-    }
-    for reason in (reason for reason, holds in reasons.items() if holds):
-        raise UserError(f"checkpoint.keep_images is false, but {reason}")
+    labelled = any(s.since >= len(stream.tasks) - stream.arrived and not s.always for s in stream.eval_splits)
+    hint = (
+        "give --method anchor --freezing.policy none --evaluation.gallery false, and folders without train/ and test/"
+    )
+    ways = {"the memory": method.memory is not None, "the gallery": config.evaluation.gallery, "tests": labelled}
+    if needed := " and ".join(way for way, is_there in ways.items() if is_there):
+        raise UserError(f"checkpoint.keep_images is false, but images are kept or needed for {needed}; {hint}")
 
 
 def starting_encoder(

@@ -4,10 +4,11 @@ Two figures are each compared with what they are of the run's own images, drawn 
 distance, to all earlier images or to those of the nearest task, and the mean cosine distance to the nearest image.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -54,41 +55,55 @@ class Drift:
         return f"{self.answer}; {'; '.join(words)}; {self.duplicates} of {self.images} images nearly as learnt ones"
 
 
-def measure_drift(past: Sequence[np.ndarray], features: np.ndarray, names: Sequence[str] = ()) -> Drift:
-    """past: features (N, dim) of each task's images. features: (n, dim) of the new ones."""
-    for count, whose in ((len(features), "the folder"), (sum(map(len, past)) // 2, "half of what the run has learnt")):
-        if count < LEAST:
-            raise UserError(f"{count} images are too few to tell whether they are new ({whose}); at least {LEAST} do")
-    tasks, own = np.repeat(np.arange(len(past)), [*map(len, past)]), unit_rows(np.concatenate(past))
-    new, mean = unit_rows(features), own.mean(0)
-    directions = np.linalg.svd(own - mean, full_matrices=False)[2][: min(DIMENSIONS, len(own) // 4)].T
-    flat, flat_new, among, to_own = (own - mean) @ directions, (new - mean) @ directions, own @ own.T, new @ own.T
-    np.fill_diagonal(among, -1)
+class Past:
+    """What a run has learnt from: features (N, dim) of images of its tasks."""
 
-    def figures(x: np.ndarray, cosines: np.ndarray, kept: np.ndarray) -> tuple[float, float]:
-        """kept: which of the run's own images they are compared with, (N,) bool."""
-        of_tasks = (kept & (tasks == task) for task in range(len(past)))
-        groups = [kept, *(group for group in of_tasks if group.sum() > len(directions.T) // 2)]
-        return min(frechet(x, flat[group]) for group in groups), float(1 - cosines[:, kept].max(1).mean())
+    def __init__(self, features: Sequence[np.ndarray]) -> None:
+        self.own = unit_rows(np.concatenate(features))
+        if len(self.own) < 2 * LEAST:
+            raise UserError(f"the run's {len(self.own)} images are too few to compare with; {2 * LEAST} suffice")
+        tasks, self.mean = np.repeat(np.arange(len(features)), [*map(len, features)]), self.own.mean(0)
+        self.tasks = [tasks == task for task in range(len(features))]  # which rows are a task's
+        self.directions = np.linalg.svd(self.own - self.mean, full_matrices=False)[2][:DIMENSIONS][
+            : len(self.own) // 4
+        ].T
+        self.flat, self.cosines = (self.own - self.mean) @ self.directions, self.own @ self.own.T
+        np.fill_diagonal(self.cosines, -1)
+        self.size = max(map(len, features)) // 2  # of a draw, at most
+        self.draws = cache(self.draw)
 
-    random, draws, size = np.random.default_rng(0), [], min(len(new), max(map(len, past)) // 2)
-    for number in range(DRAWS):  # of all of them, and of one task, in turn
-        rows = np.arange(len(own)) if number % 2 else np.flatnonzero(tasks == random.integers(len(past)))
-        rows = random.choice(rows, min(size, max(len(rows) // 2, 1)), replace=False)
-        draws.append(figures(flat[rows], among[rows], ~np.isin(np.arange(len(own)), rows)))
-    some = [random.permutation(len(new))[:size] for _ in range(SUBSETS)]
-    found = np.median([figures(flat_new[rows], to_own[rows], np.ones(len(own), bool)) for rows in some], axis=0)
-    usual, p = np.quantile(draws, 0.95, axis=0), (1 + (np.array(draws) >= found).sum(0)) / (1 + DRAWS)
-    far, near = 1 - to_own.max(1), DUPLICATE * float(np.median(1 - among.max(1)))
-    same = far <= np.clip(near, 1e-6, DUPLICATE / 4)
-    known = same.mean() >= 1 - SURE  # these very images, be they a part of a task
-    answer = ANSWERS[0 if known else 2 if p[1] <= SURE / 2 else 1 if p[0] <= SURE / 2 else 0]
-    most = [(str(names[row]), round(float(far[row]), 4)) for row in np.argsort(-far)[:NOVEL]] if len(names) else []
-    shown = {
-        name: {"value": float(found[place]), "usual": float(usual[place]), "p": float(p[place])}
-        for place, name in enumerate(FIGURES)
-    }
-    return Drift(answer, len(new), len(own), int(same.sum()), shown, most)
+    def figures(self, flat: np.ndarray, cosines: np.ndarray, kept: np.ndarray) -> tuple[float, float]:
+        """As FIGURES, of rows with these places and cosines to all own rows. kept: with which they are compared."""
+        groups = [kept, *(both for task in self.tasks if (both := kept & task).sum() > len(self.directions.T) // 2)]
+        return min(frechet(flat, self.flat[group]) for group in groups), float(1 - cosines[:, kept].max(1).mean())
+
+    def draw(self, size: int) -> np.ndarray:
+        """Figures (DRAWS, 2) of own rows, beside all others: of all tasks, and of one task, in turn."""
+        random, found = np.random.default_rng(0), []
+        for number in range(DRAWS):
+            rows = np.arange(len(self.own)) if number % 2 else np.flatnonzero(random.choice(self.tasks))
+            rows = random.choice(rows, min(size, max(len(rows) // 2, 2)), replace=False)
+            kept = ~np.isin(np.arange(len(self.own)), rows)
+            found.append(self.figures(self.flat[rows], self.cosines[rows], kept))
+        return np.array(found)
+
+    def compare(self, features: np.ndarray, names: Sequence[str] = ()) -> Drift:
+        """features: (n, dim) of new images."""
+        if len(features) < LEAST:
+            raise UserError(f"{len(features)} images are too few to tell whether they are new; give at least {LEAST}")
+        new, random, size = unit_rows(features), np.random.default_rng(0), min(len(features), self.size)
+        flat, cosines, draws = (new - self.mean) @ self.directions, new @ self.own.T, self.draws(size)
+        some, everything = [random.permutation(len(new))[:size] for _ in range(SUBSETS)], np.ones(len(self.own), bool)
+        found = np.median([self.figures(flat[rows], cosines[rows], everything) for rows in some], axis=0)
+        p = (1 + (draws >= found).sum(0)) / (1 + DRAWS)
+        far, usual = 1 - cosines.max(1), float(np.median(1 - self.cosines.max(1)))  # to the nearest
+        same = far <= np.clip(DUPLICATE * usual, 1e-6, DUPLICATE / 4)
+        known = same.mean() >= 1 - SURE  # these very images, be they a part of a task
+        answer = ANSWERS[0 if known else 2 if p[1] <= SURE / 2 else 1 if p[0] <= SURE / 2 else 0]
+        most = [(str(names[row]), round(float(far[row]), 4)) for row in np.argsort(-far)[:NOVEL]] if len(names) else []
+        rows = zip(FIGURES, np.stack([found, np.quantile(draws, 0.95, axis=0), p], 1).tolist(), strict=True)
+        shown = {name: dict(zip(("value", "usual", "p"), row, strict=True)) for name, row in rows}
+        return Drift(answer, len(new), len(self.own), int(same.sum()), shown, most)
 
 
 def frechet(x: np.ndarray, y: np.ndarray) -> float:
@@ -116,7 +131,7 @@ def drift_of(encoder: LoadedEncoder, config: Config, folder: Path, images: Any) 
         images = find_images(str(images), data_root(config.data_root))
     parts = [(part.names, features) for part, features in encoder.embedded(images, 256)]
     names = [name for some, _ in parts for name in some]
-    return measure_drift(past_features(encoder, config, folder), np.concatenate([x for _, x in parts]), names)
+    return Past(past_features(encoder, config, folder)).compare(np.concatenate([x for _, x in parts]), names)
 
 
 def decisions(folder: Path) -> list[dict[str, Any]]:
@@ -128,17 +143,12 @@ def decisions(folder: Path) -> list[dict[str, Any]]:
     return []
 
 
-def usual_sources(folder: Path) -> set[str]:
-    """Those that were not learnt."""
-    return {made["source"] for made in decisions(folder) if not made["learnt"]}
-
-
 def record_decision(folder: Path, drift: Drift, source: str, name: str, level: str) -> bool:
     """Whether the images are to be learnt: if they are at least that new. Kept in the run's folder."""
     if level not in ANSWERS[1:]:
         raise unknown("level of if_drift", level, ANSWERS[1:])
     learnt = ANSWERS.index(drift.answer) >= ANSWERS.index(level)
-    made: Mapping[str, Any] = {"date": datetime.now(UTC).isoformat(timespec="seconds"), "source": source, "name": name}
-    write_json(folder / FILE, [*decisions(folder), {**made, "learnt": learnt, "if": level, **asdict(drift)}])
+    made = {"date": datetime.now(UTC).isoformat(timespec="seconds"), "source": source, "name": name, "if": level}
+    write_json(folder / FILE, [*decisions(folder), {**made, "learnt": learnt, **asdict(drift)}])
     info(f"{name} is {'' if learnt else 'not '}learnt: {drift}")
     return learnt

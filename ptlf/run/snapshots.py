@@ -224,11 +224,10 @@ class Snapshots:
             write_json(self.out / "results.json", self.results())
 
     def images_held(self) -> Json:
-        """How many images of past tasks are in the run's folder: packed, in the memory, and in the gallery."""
+        """How many images are in the run's folder, packed and in the memory, and whether a gallery shows some."""
         arrived, memory = arrivals(self.out) if self.out else [], self.components.method.memory
         packed = [split.count for p in arrived for split in p.splits.values() if (p.path / split.images).is_file()]
-        gallery = self.components.gallery
-        shown = len(gallery.pixels) if gallery and gallery.looks else 0
+        shown = self.components.gallery is not None
         return {"tasks": sum(packed), "memory": len(memory) if memory is not None else 0, "gallery": shown}
 
     def results(self) -> Json:

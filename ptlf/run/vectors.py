@@ -31,11 +31,6 @@ class Vectors:
     labels: Sequence[str] | None
     about: dict[str, Any]
 
-    @property
-    def root(self) -> Path:
-        """To which names of images are relative."""
-        return Path(self.about["root"])
-
     def __str__(self) -> str:
         return f"{self.path}, of {Path(self.about['run']).name}{after(self.about)}"
 
@@ -147,7 +142,10 @@ def nearest(files: Sequence[Vectors], queries: np.ndarray, k: int = 10) -> list[
     def hit(score: float, place: int) -> Hit:
         file, row = blocks[place // ROWS][0], blocks[place // ROWS][1] + place % ROWS
         return Hit(
-            file.names[row], score, file.labels[row] or None if file.labels else None, file.root / file.names[row]
+            file.names[row],
+            score,
+            file.labels[row] or None if file.labels else None,
+            Path(file.about["root"], file.names[row]),
         )
 
     return [[*map(hit, *pair)] for pair in zip(best.tolist(), places.tolist(), strict=True)]

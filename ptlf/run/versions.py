@@ -23,7 +23,7 @@ from ptlf.encoders.weights import KEPT, KEY
 from ptlf.run.results import RESTORE_HINT, Json, results_if_any
 
 FOLDER = "versions"
-RANK, IMAGES, NEIGHBOURS = 64, 1000, 10  # of a correction; that a map is fitted on; of recall
+RANK, NEIGHBOURS = 64, 10  # of a correction; of recall
 STEP = {"task": str, "previous": str, "before": str, "after": str, "kind": str, "recall": {"*": (int, float)}}
 
 
@@ -59,8 +59,7 @@ def low_rank(left: np.ndarray, right: np.ndarray, x_mean: np.ndarray, y_mean: np
 
 def shifted(x: np.ndarray, y: np.ndarray) -> Map:
     """Nothing but the difference of the means."""
-    none = np.zeros((x.shape[1], 0))
-    return low_rank(none, none.T, x.mean(0), y.mean(0))
+    return Map(np.zeros((x.shape[1], 0)), np.zeros((0, x.shape[1])), y.mean(0) - x.mean(0))
 
 
 def ridge(x: np.ndarray, y: np.ndarray, penalty: float) -> Map:
@@ -92,9 +91,8 @@ def unit_rows(x: np.ndarray) -> np.ndarray:
 def recall(mapped: np.ndarray, true: np.ndarray, k: int = NEIGHBOURS) -> float:
     """Share of each vector's nearest k of the true ones, by cosine, that are its nearest among the mapped ones."""
     k = min(k, len(true) - 1)
-    unit, ours = unit_rows(true), unit_rows(mapped)
-    near = []
-    for others in (unit, ours):
+    unit, near = unit_rows(true), []
+    for others in (unit, unit_rows(mapped)):
         similarity = unit @ others.T
         np.fill_diagonal(similarity, -np.inf)
         near.append(np.argpartition(-similarity, k - 1, axis=1)[:, :k])
