@@ -257,7 +257,7 @@ class Learner:
         if self.exists and not has_finished(self.folder):
             yield self._one_of_many(None, folder, learning)
         while True:
-            skipped = decisions(self.folder) if learning.get("if_drift") else []
+            skipped = [made for made in decisions(self.folder) if not made["learnt"] and learning.get("if_drift")]
             known = {pack.source for pack in arrivals(self.folder)} | {made["source"] for made in skipped}
             new = settled(folder, settle, time.time(), known)
             looks = ((path, appearance(path)) for path in new)
