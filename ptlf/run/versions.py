@@ -23,7 +23,7 @@ from ptlf.encoders.weights import KEPT, KEY
 from ptlf.run.results import RESTORE_HINT, Json, results_if_any
 
 FOLDER = "versions"
-RANK, NEIGHBOURS = 64, 10  # of a correction; of recall
+RANK, NEIGHBOURS, LEAST = 64, 10, 16  # of a correction; of recall; images, for anything but a shift
 STEP = {"task": str, "previous": str, "before": str, "after": str, "kind": str, "recall": {"*": (int, float)}}
 
 
@@ -50,10 +50,10 @@ def move(maps: Sequence[Map], vectors: np.ndarray) -> np.ndarray:
 
 def low_rank(left: np.ndarray, right: np.ndarray, x_mean: np.ndarray, y_mean: np.ndarray) -> Map:
     """The map that takes one mean to the other, with the largest parts of the correction `left @ right`."""
-    if left.shape[1] > RANK:
-        basis, rest = np.linalg.qr(left)
-        u, values, vt = svd(rest @ right, full_matrices=False)
-        left, right = basis @ (u[:, :RANK] * values[:RANK]), vt[:RANK]
+    basis, rest = np.linalg.qr(left)
+    u, values, vt = svd(rest @ right, full_matrices=False)
+    scale = np.sqrt(values[:RANK])  # in both factors alike: they fit half precision, whatever the features' size
+    left, right = basis @ (u[:, :RANK] * scale), scale[:, None] * vt[:RANK]
     return Map(left, right, y_mean - x_mean - (x_mean @ left) @ right)
 
 
@@ -103,6 +103,8 @@ def fit_maps(old: np.ndarray, new: np.ndarray) -> tuple[Map, Map, str, dict[str,
     """From vectors (N, D) of the same images by two encoders: maps there and back, their kind and the recall of each
     kind on images that it was not fitted on."""
     old, new = old.astype(np.float64), new.astype(np.float64)
+    if len(old) < LEAST:
+        return shifted(old, new), shifted(new, old), "shift", {}
     half, found = np.arange(len(old)) % 2 == 0, {"none": recall(old, new)}
     for kind, fit in KINDS.items():
         mapped = np.empty_like(old)

@@ -19,7 +19,7 @@ from ptlf.run import vectors
 from ptlf.run.drift import Past, decisions
 from ptlf.run.inference import load_encoder
 from ptlf.run.vectors import read_vectors
-from ptlf.run.versions import find_version, fit_maps, read_steps, recall
+from ptlf.run.versions import Map, find_version, fit_maps, read_steps, recall
 from ptlf.training.process import Stopped
 
 SMALL: dict[str, Any] = {"training.epochs": 2, "training.batch": 8, "device": "cpu", "evaluation.gallery": False}
@@ -208,6 +208,14 @@ def test_maps_are_fitted_and_chosen_on_other_images() -> None:
         assert kind in best and scores[kind] == max(list(scores.values())[1:])
         assert recall(forward(old), new) > 0.9 > scores["none"] or scores["none"] == pytest.approx(1, abs=0.2)
         assert recall(backward(new), old) > 0.9
+    forward, _, kind, scores = fit_maps(old[:1], old[:1] + 3)
+    assert (kind, scores) == ("shift", {}) and np.allclose(forward(old), old + 3)
+    large, *_ = fit_maps(1e6 * old[:40], 1e6 * old[:40] @ rotation)  # both factors in half precision
+    assert all(np.isfinite(part.astype(np.float16)).all() for part in large[:2])
+    assert (
+        recall(Map(*(part.astype(np.float16) for part in large[:2]), large.shift)(1e6 * old[40:]), old[40:] @ rotation)
+        > 0.8
+    )
 
 
 def test_search_by_hand(run: Path, photos: Path, monkeypatch: pytest.MonkeyPatch) -> None:
