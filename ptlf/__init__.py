@@ -15,6 +15,7 @@ _LAZY = {
     "Run": "ptlf.run.loop",
     "load_encoder": "ptlf.run.inference",
     "pack_images": "ptlf.stream.packing",
+    "search": "ptlf.run.vectors",
 }
 __all__ = ["__version__", *_LAZY]
 

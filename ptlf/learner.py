@@ -23,14 +23,16 @@ from ptlf.evaluation import PROBES
 from ptlf.report.live import Live, tell
 from ptlf.run.build import check_grows, make_stream
 from ptlf.run.config import Config, from_dict, read_yaml
+from ptlf.run.drift import Drift, decisions, drift_of, record_decision
 from ptlf.run.evaluate import evaluate_run, may_change
 from ptlf.run.fitting import fit_settings, free_settings
-from ptlf.run.folder import START, check_arrived, check_new, has_finished, restore_encoder, save_encoder
+from ptlf.run.folder import START, check_arrived, check_new, has_finished, keep_encoder, restore_encoder, save_encoder
 from ptlf.run.incoming import STREAM, appearance, arriving_config, claimed_for_learning, select_new, take_back
 from ptlf.run.inference import LoadedEncoder, load_encoder
 from ptlf.run.loop import Run
 from ptlf.run.recipes import default_recipe, name_of, recipe, with_stored_encoder
 from ptlf.run.results import read_results
+from ptlf.run.vectors import upgrade_vectors
 from ptlf.run.verdict import Verdict, verdicts
 from ptlf.stream.arrivals import accept, arrivals, check_watched, clear, pack_incoming, settled, task_name
 from ptlf.stream.decode import Fit
@@ -42,7 +44,8 @@ from ptlf.training.process import Stopped
 
 MAX_SECONDS = 1e9
 MAY_BE_GIVEN = ("device", "evaluation.tasks", "log")  # of a run that is there
-ARGUMENTS_OF_LEARN = {"name", "again", "new_only", "watcher", "test_fraction", "on_error", "workers", "fit"}
+ARGUMENTS_OF_LEARN = {"name", "again", "new_only", "if_drift", "keep_encoders", "watcher", "test_fraction"}
+ARGUMENTS_OF_LEARN |= {"on_error", "workers", "fit"}
 FROM_NOTHING = (
     "the encoder begins with random weights: from a few thousand images it may tell them apart no better than a "
     "histogram of colours does; give one that knows something, as --encoder.name hf:FOLDER or --encoder.weights FILE"
@@ -153,6 +156,8 @@ class Learner:
         *,
         again: bool = False,
         new_only: bool = False,
+        if_drift: str | None = None,
+        keep_encoders: bool = False,
         watcher: Watcher | None = None,
         fit: Fit | None = None,
         **packing: Any,
@@ -168,6 +173,8 @@ class Learner:
         again: learn a task even though all its images were learnt before.
         new_only: leave out images that earlier tasks have from the same place, as a folder that has grown; if there
             are no others, nothing is learnt.
+        if_drift: learn them only if `drift` finds them at least that new, "shifted" or "new"; drift.json says why.
+        keep_encoders: keep the encoder of after this task, and from then on of all.
         watcher: gets what happens; default: a progress bar.
         packing: `test_fraction`, `on_error`, `workers` and, for a new run, `fit`, as for `ptlf data pack`.
         """
@@ -182,11 +189,16 @@ class Learner:
             try:
                 if source is not None:
                     incoming = self._pack(source, name, fit, packing)
+                    again |= bool(if_drift) and not new_only  # that decides
                     incoming = select_new(incoming, arrivals(self.folder), unfinished, again, new_only)
                 if unfinished:
                     run = self._train(watcher)
                     if incoming is not None and run.stop_signal:  # in its last moments
                         raise Stopped(self.folder, run.stop_signal)
+                if incoming and if_drift and self.exists:
+                    found = self.drift(incoming.images("train"))
+                    named = incoming.source, task_name(incoming), if_drift
+                    incoming = incoming if record_decision(self.folder, found, *named) else None
                 if incoming is not None:
                     if not self.exists:  # choose the settings that are free
                         counts, values = [incoming.split("train").count], as_dict(self.config)
@@ -198,6 +210,8 @@ class Learner:
                             info(FROM_NOTHING)
                     accepted = accept(self.folder, incoming)
                     self._train(watcher, accepted)
+                if keep_encoders:
+                    keep_encoder(self.folder, self.tasks[-1])
             except Stopped as stopped:
                 if incoming is None or (accepted and accepted.path.exists()):
                     raise
@@ -244,7 +258,9 @@ class Learner:
         if self.exists and not has_finished(self.folder):
             yield self._one_of_many(None, folder, learning)
         while True:
-            new = settled(folder, settle, time.time(), {pack.source for pack in arrivals(self.folder)})
+            skipped = [made for made in decisions(self.folder) if not made["learnt"] and learning.get("if_drift")]
+            known = {pack.source for pack in arrivals(self.folder)} | {made["source"] for made in skipped}
+            new = settled(folder, settle, time.time(), known)
             looks = ((path, appearance(path)) for path in new)
             path, look = next(((path, look) for path, look in looks if refused.get(path) != look), (None, None))
             if path is not None:
@@ -301,10 +317,18 @@ class Learner:
         images = str(labelled) if labelled is not None else config.stream.labelled if "stream" in given else None
         return evaluate_run(self.folder, config, chosen, self._start(), images, on_error)[0]
 
-    def embed(self, images: Any, batch: int = 256) -> np.ndarray:
-        """Features (N, dim) float32 of images in any form that `learn` takes: a folder (files sorted by path), a packed
-        set, an .npz, an array, a list, a data set. They are made square as the run's own images were."""
-        return self._loaded().embed(images, batch)
+    def embed(self, images: Any, batch: int = 256, as_of: str | None = None) -> np.ndarray:
+        """Features (N, dim) float32 of images in any form that `learn` takes, files sorted by path. They are made
+        square as the run's own images were. as_of: a task: features like those of the encoder after it."""
+        return (self._load(as_of) if as_of else self._loaded()).embed(images, batch)
+
+    def upgrade(self, vectors: np.ndarray, since: str) -> np.ndarray:
+        """Features (N, dim) of the encoder after the task `since` as features of today's, by maps."""
+        return upgrade_vectors(self.folder, vectors, since)
+
+    def drift(self, images: Any) -> Drift:
+        """How new images are to the encoder as it is, in any form that `embed` takes."""
+        return drift_of(self._loaded(), self.config, self.folder, images)
 
     def _repr_html_(self) -> str:
         """The report page, for notebooks."""
@@ -365,9 +389,11 @@ class Learner:
         return run
 
     def _loaded(self) -> LoadedEncoder:
-        if self._encoder is None:
-            self._encoder = load_encoder(self.folder, self._start(), self.config.device, trust_code=True)
+        self._encoder = self._encoder or self._load()
         return self._encoder
+
+    def _load(self, as_of: str | None = None) -> LoadedEncoder:
+        return load_encoder(self.folder, self._start(), self.config.device, trust_code=True, as_of=as_of)
 
 
 def nest_settings(settings: Mapping[str, Any]) -> dict[str, Any]:

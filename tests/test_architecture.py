@@ -91,7 +91,7 @@ def test_names_are_unique_files_short_and_only_commands_print() -> None:
 
 def test_public_names() -> None:
     names = {"Config", "FreezeSchedule", "Freezer", "Learner", "Run", "correlation_ratios", "find_units"}
-    assert set(ptlf.__all__) == names | {"load_encoder", "pack_images", "__version__"}
+    assert set(ptlf.__all__) == names | {"load_encoder", "pack_images", "search", "__version__"}
     assert set(ptlf.__all__) <= set(dir(ptlf)) and all(getattr(ptlf, name) is not None for name in ptlf.__all__)
     with pytest.raises(AttributeError, match="no attribute 'nonsense'"):
         ptlf.nonsense  # noqa: B018

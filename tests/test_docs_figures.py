@@ -38,6 +38,9 @@ MEASURED = {"simsiam": "| SimSiam | seeds |", "barlow_twins": "| Barlow Twins | 
 SCORES = [("knn_task", "accuracy"), ("knn_task", "forgetting"), ("knn_class", "accuracy")]
 
 
+VERSIONS = ROOT / "docs" / "versions.md"
+
+
 def table(page: Path, head: str) -> list[list[str]]:
     """The cells of the page's table whose first line holds `head`."""
     tables = re.findall(r"(?:^\|.*\n)+", page.read_text(), re.MULTILINE)
@@ -449,3 +452,31 @@ def test_a_transformer_in_small() -> None:
 def test_the_table_of_small_runs_is_that_of_their_records() -> None:
     lines = (ROOT / "results/evidence/split-cifar10-mini.jsonl").read_text().splitlines()
     assert table(RESULTS, "| small runs |") == evidence_table([json.loads(line) for line in lines])
+
+
+def test_vectors_of_earlier_days() -> None:
+    maps, drift, stream = (
+        json.loads((ROOT / "results" / "versions" / f"{name}-seed0.json").read_text())
+        for name in ("maps-default", "drift-default", "stream-32px")
+    )
+    for days, *cells in table(VERSIONS, "| days later |"):
+        rows = [row for row in maps["rows"] if row["days"] == int(days)]
+
+        def mean(kind: str, way: str, rows: list[Any] = rows) -> float:
+            return statistics.mean(row[kind][way] for row in rows)
+
+        expected = [f"{mean('recall', way):.3f}" for way in ("as they are", "mapped", "residual MLP")]
+        assert cells == [*expected, *(f"{mean('knn', way):.1f}" for way in ("as they are", "mapped", "encoded again"))]
+    found = {(row["kind"], row["images"]): row for row in drift["rows"]}
+    for kind, *cells in table(VERSIONS, "| folder |"):
+        answers = [found[kind, images]["answers"].values() for images in (12, 24, 48)]
+        assert cells == [" / ".join(map(str, each)) for each in answers]
+    spent, copies = maps["cpu_milliseconds_per_10000"], [row for row in drift["rows"] if "JPEG" in row["kind"]]
+    times = f"take {spent['encoding again'] / 1000:.0f} CPU seconds, by a map {spent['a map'] / 1000:.2f}."
+    says(VERSIONS, times, f"{100 * statistics.mean(row['duplicates'] for row in copies):.0f} % of them")
+    cpu = drift["cpu_seconds"]
+    says(VERSIONS, f"take {cpu['encoding_1000']:.1f} CPU seconds to encode", f"{1000 * cpu['comparing']:.0f} ms beyond")
+    skips, all_days = stream["if drift"], stream["all"]
+    saved = 100 * (1 - skips["cpu_seconds"] / all_days["cpu_seconds"])
+    change = "{:+.1f} ± {:.1f} points".format(*stream["difference"])
+    says(VERSIONS, f"{saved:.0f} % of the CPU time", f"from {all_days['knn']:.1f} to {skips['knn']:.1f} %: {change}")

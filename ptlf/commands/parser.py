@@ -187,6 +187,9 @@ def add_training_verbs(verb: Verb) -> None:
     add("--undo", "take the last task back", bool)
     add("--again", "learn SOURCE even if all its images were learnt before", bool)
     add("--new-only", "leave out images that earlier tasks took from SOURCE, for a folder that has grown", bool)
+    about = "learn SOURCE only if `ptlf drift` finds it at least that new (alone: shifted)"
+    add("--if-drift", about, nargs="?", const="shifted", choices=("shifted", "new"))
+    add("--keep-encoders", "keep the encoder of after this task, and from then on of all: RUN@TASK names it", bool)
     add("--test-fraction", "where SOURCE has a folder per class: share of each to test on", share, default=0.0)
     add("--fit", "for a new run: how images become squares, see `ptlf data pack` (default: crop)", choices=FITS)
     add("--watch", "learn every subfolder of DIR when it appears, the oldest first", Path, metavar="DIR")
@@ -224,9 +227,33 @@ def add_encoder_verbs(verb: Verb) -> None:
     add("images", "folders of any depth, packed sets, .npz or .npy files", nargs="+", metavar="IMAGES")
     about = "FILE.npz (names, features, labels if there are folders per class) or FILE.parquet (name, label, features)"
     add("--out", about, new_file, required=True, metavar="FILE")
+    about = "a task: vectors like those of the encoder after it, to add to older ones (default: after the last)"
+    add("--as", about, dest="as_of", metavar="TASK")
     add("--batch", "images per forward pass", positive, default=256)
     add("--device", "cpu or cuda; auto is cuda where there is a GPU", default="auto")
     add_shared(add, "trust", "on-error")
+
+    add = verb("upgrade", "encoder", "Move vectors of an older version of a run's encoder to today's, without images.")
+    add("folder", "the run's folder", Path, metavar="RUN")
+    add("vectors", "a file that `ptlf embed` wrote after an earlier task", Path, metavar="FILE")
+    add("--out", "FILE.npz or FILE.parquet, as `ptlf embed` writes them", new_file, required=True, metavar="FILE")
+
+    about = "Find the images nearest to a query, by their vectors."
+    usage = "%(prog)s FILE [FILE ...] QUERY [--run RUN] [--count N] [--out PAGE]"
+    add = verb("search", "ptlf.commands.encoder:show_nearest", about, usage=usage)
+    add("words", "files that `ptlf embed` wrote, then an image or a folder of images", nargs="+", metavar="FILE")
+    add("--run", "the run whose encoder encodes queries (default: the vectors' own)", Path, dest="encoder")
+    add("--count", "images to show for each query", positive, default=10)
+    add("--out", "also write a page with small pictures", new_page, metavar="PAGE.html")
+    add("--device", "cpu or cuda; auto is cuda where there is a GPU", default="auto")
+    add_shared(add, "trust")
+
+    about = "Say whether a folder of images is new to a run's encoder, shifted or as usual, without labels."
+    add = verb("drift", "encoder", about)
+    add("folder", "the run's folder", Path, metavar="RUN")
+    add("images", "a folder of any depth, a packed set, an .npz or .npy file", metavar="IMAGES")
+    add("--device", "cpu or cuda; auto is cuda where there is a GPU", default="auto")
+    add_shared(add, "trust")
 
     add = verb("export", "encoder", "Write the encoder of a run for other programs, and check it against PyTorch.")
     add("folder", "the run's folder", Path, metavar="RUN")

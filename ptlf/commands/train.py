@@ -84,7 +84,7 @@ def learn(
     overrides: Words,
     **how: Any,
 ) -> None:
-    """how: `again`, `new_only`, and how images are packed, for `Learner.learn`."""
+    """how: `again`, `new_only`, `if_drift`, `keep_encoders`, and how images are packed, for `Learner.learn`."""
     check_alone("ptlf learn")
     if source and overrides and not overrides[0].startswith("-"):
         one = f"`ptlf learn` takes one folder of images per call, and {short_repr(overrides[0])} is a second one"
@@ -111,12 +111,14 @@ def learn(
             return show_runs(console, {results["name"]: [results]})
         young = f"its subfolders were learnt or hold no images{f', or changed in the last {settle:g} s' * bool(settle)}"
         return tell(f"nothing new in {watch}: {young if subfolders(watch) else 'it has no subfolders to learn'}")
-    if source is None and learner.exists and has_finished(folder):
+    if source is None and learner.exists and has_finished(folder) and not how["keep_encoders"]:
         return tell(f"{folder}: nothing to finish; give images to learn")
     try:
         results = learner.learn(source, name, **how)
     except KeyboardInterrupt:  # before training, or in it without checkpoints: the task may not be in the run yet
         raise Stopped(folder, signal.SIGINT, "nothing more is saved; give the same command again") from None
+    if learner.run is None and (how["if_drift"] or source is None):  # nothing was learnt
+        return
     show_results(console, results, folder)
     write_page([folder], folder / "report.html")
 

@@ -85,9 +85,20 @@ class SharedStatistics(nn.modules.batchnorm._BatchNorm):
 STANDARD_FORWARDS |= {ViewBatchNorm2d.forward, SharedStatistics.forward}
 
 
-SHARED: dict[type[nn.Module], type] = {
-    kind: type(f"Shared{kind.__name__}", (SharedStatistics, kind), {})
-    for kind in (nn.BatchNorm1d, nn.BatchNorm2d, ViewBatchNorm2d)
+class SharedBatchNorm1d(SharedStatistics, nn.BatchNorm1d):
+    pass
+
+
+class SharedBatchNorm2d(SharedStatistics, nn.BatchNorm2d):
+    pass
+
+
+class SharedViewBatchNorm2d(SharedStatistics, ViewBatchNorm2d):
+    pass
+
+
+SHARED: dict[type[nn.Module], type[SharedStatistics]] = {
+    shared.__bases__[1]: shared for shared in (SharedBatchNorm1d, SharedBatchNorm2d, SharedViewBatchNorm2d)
 }
 
 

@@ -18,6 +18,7 @@ from ptlf.core.files import file_digest
 
 KEY = "ptlf"  # of the card in the metadata of a run's or an exported file
 FILES = ("encoder.safetensors", "model.safetensors")  # of a run's folder, of an exported one
+KEPT = "encoders"  # in a run's folder: the encoders of after earlier tasks
 WRAPPERS = ("state_dict", "model", "model_state_dict", "encoder")  # under which training scripts save a state_dict
 # Names of torchvision's and timm's residual networks, and ours.
 RESNET = ((r"^conv1\.", "stem.conv."), (r"^bn1\.", "stem.bn."), (r"\.downsample\.", ".shortcut."))
@@ -84,8 +85,20 @@ def load_weights(encoder: nn.Module, path: Path) -> Weights:
     return Weights(str(path), file_digest(file, "sha256"), prefix, len(found), missing, unexpected, shapes)
 
 
+def at_version(path: Path) -> Path:
+    """RUN@TASK is the encoder that the run kept of after that task."""
+    run, at, task = path.name.rpartition("@")
+    if not at or path.exists() or not (folder := path.with_name(run)).is_dir():
+        return path
+    if not (kept := folder / KEPT / task).is_dir():
+        hint = f"`ptlf embed {folder} IMAGES --as {task}` maps vectors into its space"
+        raise UserError(f"{folder} keeps no encoder of after {task}; learn with --keep-encoders, or {hint}")
+    return kept
+
+
 def find_file(path: Path) -> Path:
     """The file, or the one in a run's or an exported folder."""
+    path = at_version(path)
     if path.is_dir():
         path = next((path / name for name in FILES if (path / name).exists()), path / FILES[0])
     if not path.is_file():

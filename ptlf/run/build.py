@@ -92,6 +92,8 @@ class Components:
         )
         self.freezing = make_freezing(config, self.trainer, self.random["policy"])
 
+        if not config.checkpoint.keep_images:
+            check_forgets(config, method, stream)
         tests = config.evaluation
         self.prober: Prober | None = None  # on the stream's test images
         self.reference: Prober | None = None  # on `evaluation.reference`, against a bank of its own
@@ -114,6 +116,17 @@ class Components:
         """Stored images (B, H, W, 3) uint8 as the encoder's input, without augmentation."""
         x = normalise(images, self.view_specs[0].mean, self.view_specs[0].std, self.view_size)
         return x.contiguous(memory_format=torch.channels_last) if self.trainer.arithmetic.channels_last else x
+
+
+def check_forgets(config: Config, method: Method[Any], stream: Stream) -> None:
+    """Refuse what would keep images, or need them, after their task."""
+    labelled = any(s.since >= len(stream.tasks) - stream.arrived and not s.always for s in stream.eval_splits)
+    hint = (
+        "give --method anchor --freezing.policy none --evaluation.gallery false, and folders without train/ and test/"
+    )
+    ways = {"the memory": method.memory is not None, "the gallery": config.evaluation.gallery, "tests": labelled}
+    if needed := " and ".join(way for way, is_there in ways.items() if is_there):
+        raise UserError(f"checkpoint.keep_images is false, but images are kept or needed for {needed}; {hint}")
 
 
 def starting_encoder(

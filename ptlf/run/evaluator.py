@@ -1,7 +1,7 @@
 """What a run looks at between its steps: correlation, cost, accuracy, features."""
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any
 
@@ -26,6 +26,7 @@ from ptlf.training.cost import Stopwatch
 from ptlf.training.trainer import MeasuredStep
 
 SAMPLE = 512  # images of a task whose features are measured after it
+PAIRED, EARLIER = 1000, 10  # images whose features are taken before and after a task; tasks that they come from
 Rows = dict[str, Row]  # accuracies by probe
 
 
@@ -156,6 +157,20 @@ class Evaluator:
             source, chosen = self.components.trainer.sources(images), torch.from_numpy(spaced(indices, most))
             batches = [self.components.prepare(source.gather(part)) for part in chosen.split(128)]
             return torch.cat([self.encoder(batch).float().flatten(1) for batch in batches])
+
+    def paired_features(self, task: int) -> Tensor:
+        """Of the same images at a task's begin and end, (N, dim): half of them the memory's of before the task or, if
+        it has none, those of earlier tasks that are still there; the others the task's own."""
+        memory, numbers, parts = self.components.method.memory, spaced(np.arange(task), EARLIER), list[Tensor]()
+        if memory is not None and memory.old_count:
+            images = memory.past().cpu().numpy()
+            parts.append(self.features(Images(images, np.zeros(0)), np.arange(len(images)), PAIRED // 2))
+        else:
+            for earlier in (self.stream.tasks[number] for number in numbers):
+                with suppress(UserError):  # its images are gone
+                    parts.append(self.features(earlier.images, earlier.train, PAIRED // 2 // len(numbers)))
+        own = self.stream.tasks[task]
+        return torch.cat([*parts, self.features(own.images, own.train, PAIRED - sum(map(len, parts)))])
 
     def measure_untrained(self, known: int = 0) -> list[dict[str, Any]]:
         """Features of the untrained encoder on all tasks but the first `known`, where no accuracy says more."""

@@ -17,10 +17,11 @@ from ptlf.core.files import file_digest, locked, write_error, write_whole
 from ptlf.core.reading import damaged
 from ptlf.core.registry import settings_from
 from ptlf.core.settings import as_dict
+from ptlf.encoders.weights import KEPT
 from ptlf.run.compat import NO_EFFECT, describe_changes, differences
 from ptlf.run.config import Config, from_dict, read_yaml
 from ptlf.run.results import RESTORE_HINT, results_if_any
-from ptlf.stream.arrivals import TASKS, arrived_names, is_arrival, missing
+from ptlf.stream.arrivals import TASKS, arrived_names, folder_name, is_arrival, missing
 
 ENCODER = "encoder.safetensors"
 START = "start.safetensors"  # the weights that training began with, if they do not follow from the seed
@@ -77,6 +78,29 @@ def save_encoder(
     data = save({key: value.cpu().clone().contiguous() for key, value in state.items()}, dict(metadata or {}) or None)
     write_whole(folder / name, data)
     return hashlib.sha256(data).hexdigest()
+
+
+def keep_encoder(folder: Path, task: str) -> None:
+    """As it is now, after this task. From then on the run keeps those of later tasks too."""
+    place = folder / KEPT / folder_name(task)
+    place.mkdir(parents=True, exist_ok=True)
+    write_whole(place / ENCODER, (folder / ENCODER).read_bytes())
+
+
+def forget_images(folder: Path) -> None:
+    """Of all tasks that arrived; their names and checksums stay."""
+    for file in (folder / TASKS).glob("*/*.npy"):
+        file.unlink()
+
+
+def encoder_digest(state: Mapping[str, Any]) -> str:
+    """Of names, shapes and values of all its tensors: which version of an encoder it is."""
+    digest = hashlib.sha256()
+    for name, value in sorted(state.items()):
+        if torch.is_tensor(value):
+            digest.update(f"{name} {value.dtype} {tuple(value.shape)} ".encode())
+            digest.update(value.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+    return digest.hexdigest()
 
 
 def has_finished(folder: Path) -> bool:

@@ -9,10 +9,12 @@ from pathlib import Path
 import numpy as np
 
 from ptlf.core.errors import UserError, info
+from ptlf.encoders.weights import KEPT
 from ptlf.run.build import check_grows
 from ptlf.run.config import Config
 from ptlf.run.folder import claim_folder
 from ptlf.run.results import results_if_any
+from ptlf.run.versions import step_files
 from ptlf.stream import StreamConfig
 from ptlf.stream.arrivals import TASKS, arrived_names, clear, known_images, place, reduced, task_name
 from ptlf.stream.disk import disk_errors, files_below
@@ -20,7 +22,7 @@ from ptlf.stream.pack import Pack
 from ptlf.training.checkpoint import Checkpoints, Position
 
 STREAM = "arriving"
-KEPT = 2  # checkpoints after a task: a run that never ends cannot keep them all
+KEEP_TASKS = 2  # checkpoints after a task: a run that never ends cannot keep them all
 
 
 def arriving_config(config: Config, out: Path) -> Config:
@@ -28,7 +30,7 @@ def arriving_config(config: Config, out: Path) -> Config:
     if (out / "config.yaml").exists():
         raise UserError(f"{out} already holds a run; Learner.load continues it, or choose another folder")
     stream = StreamConfig(name=STREAM, labelled=config.stream.labelled, resident=config.stream.resident)
-    kept = replace(config.checkpoint, keep_tasks=config.checkpoint.keep_tasks or KEPT)
+    kept = replace(config.checkpoint, keep_tasks=config.checkpoint.keep_tasks or KEEP_TASKS)
     config = replace(config, stream=stream, checkpoint=kept)
     check_grows(config)
     return config
@@ -69,6 +71,10 @@ def take_back(folder: Path, config: Config) -> None:
         if path not in before[: before.index(keep) + 1]:
             path.unlink()
     (folder / "results.json").unlink(missing_ok=True)
+    for path in step_files(folder):
+        if int(path.stem) >= len(tasks):
+            path.unlink()
+    shutil.rmtree(folder / KEPT / names[-1].partition("-")[2], ignore_errors=True)
     shutil.rmtree(folder / TASKS / names[-1])
 
 

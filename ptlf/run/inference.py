@@ -2,9 +2,10 @@
 
 import json
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -22,14 +23,15 @@ from ptlf.core.reading import NUMBER, check_shape
 from ptlf.core.registry import settings_from
 from ptlf.core.settings import as_dict
 from ptlf.encoders import as_encoder
-from ptlf.encoders.weights import FILES, KEY
+from ptlf.encoders.weights import FILES, KEPT, KEY, at_version
 from ptlf.evaluation.prober import eval_mode
 from ptlf.methods import METHODS, Method
 from ptlf.run.build import Components, choose_device, make_encoder
 from ptlf.run.config import from_dict
-from ptlf.run.folder import ENCODER, has_finished, restore_encoder
+from ptlf.run.folder import ENCODER, encoder_digest, has_finished, restore_encoder
 from ptlf.run.recipes import name_of
 from ptlf.run.results import refuse_folder_of_runs
+from ptlf.run.versions import Map, find_maps, find_version, move, name_version
 from ptlf.stream.decode import Fit
 from ptlf.stream.disk import progress_bar
 from ptlf.stream.images import find_images, open_images
@@ -80,6 +82,22 @@ class LoadedEncoder:
     module: nn.Module
     card: Card
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    folder: Path = Path()  # of its run
+    maps: Sequence[Map] = ()  # from its vectors to those of an older or newer version,
+    version: Mapping[str, str | None] = field(default_factory=dict)  # which is this one, as `name_version` gives it
+
+    @cached_property
+    def about(self) -> Card:
+        """What a file of its vectors says of them. The checks are the vectors of two images that are made up."""
+        size = self.card["image_size"]
+        x = np.arange(size * size * 3).reshape(size, size, 3)
+        checks = self.embed(np.stack([x * 255 // x.max(), x * x % 256]).astype(np.uint8))
+        return {
+            **name_version(self.folder, encoder_digest(self.module.state_dict())),
+            **{"dim": self.feature_dim, "size": size, "fit": self.fit},
+            **{"ptlf_version": ptlf.__version__, "checks": [[float(f"{v:.4g}") for v in row] for row in checks]},
+            **self.version,
+        }
 
     @property
     def feature_dim(self) -> int:
@@ -111,7 +129,7 @@ class LoadedEncoder:
     ) -> Iterator[tuple[SquareBatch, np.ndarray]]:
         """Batches of images with their features (n, feature_dim) float32."""
         for part in self.batches(images, batch, on_problem):
-            yield part, self.module(self.prepare(part.images)).float().cpu().numpy()
+            yield part, move(self.maps, self.module(self.prepare(part.images)).float().cpu().numpy())
 
     def batches(self, images: Any, batch: int, on_problem: OnProblem = refuse_broken) -> Iterator[SquareBatch]:
         if batch < 1:
@@ -128,16 +146,20 @@ class LoadedEncoder:
 
 
 def load_encoder(
-    folder: Path | str, encoder: nn.Module | None = None, device: str = "auto", *, trust_code: bool = False
-) -> LoadedEncoder:
+    folder: Path | str, encoder: nn.Module | None = None, device: str = "auto", *, trust_code: bool = False,
+    as_of: str | None = None,
+) -> LoadedEncoder:  # fmt: skip
     """The encoder of a run's folder, or its file, with its preprocessing; the training data are not needed.
 
     encoder: a module like the one trained, for a run that was made with a module and not with an encoder's name.
     trust_code: follow names such as "package.module:function" in the folder, which runs their code.
+    as_of: a task: `embed` gives vectors like those of the encoder after it, by the encoder that was kept or by maps.
     """
-    folder, place = Path(folder), choose_device(device)
+    folder, place = at_version(Path(folder)), choose_device(device)
     if folder.is_file() and folder.name in FILES:
         folder = folder.parent
+    if as_of and (folder / KEPT / as_of).is_dir():
+        folder, as_of = folder / KEPT / as_of, None
     file = next((folder / name for name in FILES if (folder / name).exists()), folder / ENCODER)
     with nullcontext() if trust_code else settings_from(file):
         card = read_card(file)
@@ -145,7 +167,16 @@ def load_encoder(
     restore_encoder(folder, module, file.name)
     if (folder / "results.json").exists() and not has_finished(folder):
         warn(f"the last task of {folder} has not ended: its encoder is the one from before that task")
-    return LoadedEncoder(module.to(place).eval().requires_grad_(False), card, place)
+    loaded = LoadedEncoder(module.to(place).eval().requires_grad_(False), card, place, folder)
+    return loaded if as_of is None else mapped(loaded, as_of)
+
+
+def mapped(encoder: LoadedEncoder, task: str, what: str = "") -> LoadedEncoder:
+    """What gives vectors like those of the encoder after that task, which may be a checksum. what: needs them."""
+    own, wanted = encoder_digest(encoder.module.state_dict()), find_version(encoder.folder, task)
+    version = {} if own == wanted else name_version(encoder.folder, wanted) | {"mapped_from": own}
+    maps = find_maps(encoder.folder, own, wanted, what or f"its vectors after {task}")
+    return replace(encoder, maps=maps, version=version)
 
 
 def read_card(file: Path) -> Card:
@@ -180,23 +211,24 @@ def rebuilt(card: Card, folder: Path, encoder: nn.Module | None, seed: int = 0) 
 
 
 def embed_images(
-    folder: Path, images: Sequence[str], out: Path, *, batch: int, device: str, on_error: str, trust_code: bool
+    folder: Path, images: Sequence[str], out: Path, *, batch: int, on_error: str, **loading: Any
 ) -> tuple[int, int, list[dict[str, str]]]:
     """Write the features of any number of images; names begin with their path if there are several paths. Returns how
     many images there are, how long each one's features are, and which were skipped. Only names and labels are held in
-    memory."""
-    if out.suffix not in WRITERS:
-        raise UserError(f"--out {out} must end with {' or '.join(WRITERS)}")
+    memory. loading: `device`, `trust_code` and `as_of`, for `load_encoder`."""
+    write_rows = writer_for(out)
     prefixes = [f"{path.rstrip('/')}/" if len(images) > 1 else "" for path in images]
     opened = [open_images(find_images(path, data_root())) for path in images]
     splits = [(prefix, part) for prefix, found in zip(prefixes, opened, strict=True) for part in found.values()]
-    encoder = load_encoder(folder, device=device, trust_code=trust_code)
+    encoder = load_encoder(folder, **loading)
+    root = Path(images[0] if len(images) == 1 else ".").absolute()  # names are relative to it
+    about = json.dumps(encoder.about | {"root": str(root if root.is_dir() else root.parent)})
     skipped: list[dict[str, str]] = []
     total = 0
     with (
         progress_bar(f"embedding with {folder.name}", sum(split.count for _, split in splits), True) as advance,
         whole_file(out) as file,
-        WRITERS[out.suffix](file, encoder.feature_dim) as write,
+        write_rows(file, encoder.feature_dim, about) as write,
     ):
         for prefix, split in splits:
 
@@ -219,9 +251,9 @@ Write = Callable[[list[str], list[str | None], np.ndarray], object]  # names, la
 
 
 @contextmanager
-def npz_writer(path: Path, dim: int) -> Iterator[Write]:
-    """`names`, `features` (N, dim) float32 and perhaps `labels` (text). Features are first written to a file without a
-    name: the length of the array is known at the end only."""
+def npz_writer(path: Path, dim: int, about: str) -> Iterator[Write]:
+    """`names`, `features` (N, dim) float32, `about`, perhaps `labels` (text). Features are first written to a file
+    without a name: the length of the array is known at the end only."""
     names: list[str] = []
     labels: list[str | None] = []
     with tempfile.TemporaryFile(dir=path.parent) as rows, open(path, "wb") as file:
@@ -237,15 +269,15 @@ def npz_writer(path: Path, dim: int) -> Iterator[Write]:
         if any(label is not None for label in labels):
             arrays["labels"] = np.array([label or "" for label in labels])
         vectors = np.memmap(rows, np.float32, "r", shape=(len(names), dim))
-        np.savez(file, allow_pickle=False, features=vectors, **arrays)
+        np.savez(file, allow_pickle=False, features=vectors, about=np.array(about), **arrays)
 
 
 @contextmanager
-def parquet_writer(path: Path, dim: int) -> Iterator[Write]:
+def parquet_writer(path: Path, dim: int, about: str) -> Iterator[Write]:
     """Columns `name`, `label` (null where there is none) and `features`, a list of `dim` floats."""
     arrow, parquet = (import_optional(name, ".parquet", "export") for name in ("pyarrow", "pyarrow.parquet"))
     text, vector = arrow.string(), arrow.list_(arrow.float32(), dim)
-    schema = arrow.schema([("name", text), ("label", text), ("features", vector)])
+    schema = arrow.schema([("name", text), ("label", text), ("features", vector)], {KEY: about})
     with parquet.ParquetWriter(path, schema) as file:
 
         def write(names: list[str], labels: list[str | None], features: np.ndarray) -> None:
@@ -257,3 +289,9 @@ def parquet_writer(path: Path, dim: int) -> Iterator[Write]:
 
 
 WRITERS = {".npz": npz_writer, ".parquet": parquet_writer}
+
+
+def writer_for(out: Path) -> Callable[[Path, int, str], AbstractContextManager[Write]]:
+    if out.suffix not in WRITERS:
+        raise UserError(f"--out {out} must end with {' or '.join(WRITERS)}")
+    return WRITERS[out.suffix]

@@ -20,7 +20,7 @@ from ptlf.integrations.trackers import Trackers
 from ptlf.run.build import Components, fill_memory
 from ptlf.run.config import Config
 from ptlf.run.evaluator import Evaluator
-from ptlf.run.folder import claim_folder
+from ptlf.run.folder import claim_folder, encoder_digest, forget_images
 from ptlf.run.record import Progress, Record
 from ptlf.run.results import append_line, keep_lines
 from ptlf.run.snapshots import Snapshots
@@ -98,6 +98,8 @@ class Run:
                 self.watcher.end()
                 self.trackers.end(self.progress.status)
             self.close_engine()
+            if self.components.out and not self.config.checkpoint.keep_images:
+                forget_images(self.components.out)
             self.snapshots.save_results()
             if not self.components.encoder_given:
                 self.judge()
@@ -191,7 +193,9 @@ class Run:
             self.method.end_task(progress.task, self.model)
             progress.task_learnt = True
         self.test_task()
-        progress.task, progress.epoch, progress.task_learnt = progress.task + 1, 0, False
+        if progress.before:
+            self.snapshots.save_step(self.evaluator.paired_features(progress.task))
+        progress.task, progress.epoch, progress.task_learnt, progress.before = progress.task + 1, 0, False, None
         self.snapshots.save_results()
         self.save_or_stop()
 
@@ -205,6 +209,9 @@ class Run:
         given = self.components.weights is not None or self.method.starts_from_given
         knows = given and not self.freezing.policy.needs_ratios
         self.freezing.begin_task(task, past=task > 0 or remembers or knows)
+        if task and task >= len(self.stream.tasks) - self.stream.arrived and not self.method.grows:
+            encoder = encoder_digest(self.model.encoder.state_dict())
+            self.progress.before = {"encoder": encoder, "features": self.evaluator.paired_features(task)}
 
     def test_task(self) -> None:
         """Nothing is recorded before all of it is there: if the run is stopped here, the test begins anew."""

@@ -31,6 +31,7 @@ class Progress:
     epoch: int = 0  # finished epochs of the next task
     epoch_state: EpochState | None = None  # of the epoch under way
     task_learnt: bool = False  # the task under way, which is not tested yet
+    before: dict[str, Any] | None = None  # checksum of the encoder when the task began, and features by it
     status: str = "new"  # then running, and finished, stopped or failed
 
     @property

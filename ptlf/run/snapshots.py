@@ -24,16 +24,18 @@ from ptlf.core.errors import UserError, short_repr, warn
 from ptlf.core.files import write_whole
 from ptlf.core.settings import as_dict
 from ptlf.encoders import ENCODERS
-from ptlf.encoders.weights import KEY
+from ptlf.encoders.weights import KEPT, KEY
 from ptlf.run.build import Components
 from ptlf.run.compat import describe_changes
 from ptlf.run.config import from_dict, read_yaml, to_yaml
-from ptlf.run.folder import ENCODER, START, differing_shapes, save_encoder
+from ptlf.run.folder import ENCODER, START, differing_shapes, encoder_digest, keep_encoder, save_encoder
 from ptlf.run.inference import card_of
 from ptlf.run.recipes import name_of
 from ptlf.run.record import Progress, Record, environment, source_commit
 from ptlf.run.results import SCHEMA, Json, write_json
+from ptlf.run.versions import write_step
 from ptlf.stream import Stream
+from ptlf.stream.arrivals import arrivals
 from ptlf.stream.task import digest
 from ptlf.training.checkpoint import Checkpoints, load_optimizer_state, optimizer_state
 from ptlf.training.cost import Stopwatch
@@ -117,6 +119,7 @@ class Snapshots:
             "random": parts.random.state_dict(),
             "torch_random": drawn,
             "epoch_state": vars(progress.epoch_state) if progress.epoch_state else None,
+            "before": progress.before,
             "clock": dict(self.clock.seconds),
             "looks": parts.gallery.looks if parts.gallery else {},
             "looks_sha256": parts.gallery.sha256 if parts.gallery else None,
@@ -141,7 +144,7 @@ class Snapshots:
             losses = {name: values.to(parts.device) for name, values in epoch["losses"].items()}
             progress.epoch_state = EpochState(**{**epoch, "losses": losses})
         progress.task, progress.epoch = state["position"]["task"], state["position"]["epoch"]
-        progress.task_learnt = state["ended"]
+        progress.task_learnt, progress.before = state["ended"], state.get("before")  # older ones lack it
         self.clock.add(state["clock"])
         if parts.gallery:
             parts.gallery.looks = parts.gallery.looks or state["looks"]
@@ -200,7 +203,19 @@ class Snapshots:
     def save_encoder(self) -> None:
         if self.out:
             metadata = {KEY: json.dumps(card_of(self.components))}
-            self.encoder_sha256 = save_encoder(self.out, self.components.model.encoder, ENCODER, metadata)
+            encoder = self.components.model.encoder
+            self.encoder_sha256 = save_encoder(self.out, encoder, ENCODER, metadata)
+            if (self.out / KEPT).is_dir():
+                keep_encoder(self.out, self.components.stream.tasks[-1].name)
+
+    def save_step(self, features: Tensor) -> None:
+        """Maps between the versions of before and after the task, from features of the same images."""
+        before, number = self.progress.before, self.progress.task + 1
+        if before and self.out and len(features) == len(before["features"]):  # images may have gone in between
+            previous, task = (task.name for task in self.components.stream.tasks[number - 2 : number])
+            digests = {"before": before["encoder"], "after": encoder_digest(self.components.model.encoder.state_dict())}
+            vectors = (each.cpu().numpy() for each in (before["features"], features))
+            write_step(self.out, number, {"previous": previous, "task": task, **digests}, *vectors)
 
     def save_gallery(self) -> None:
         if self.out and self.components.gallery:
@@ -210,6 +225,13 @@ class Snapshots:
     def save_results(self) -> None:
         if self.out:  # else nobody needs them
             write_json(self.out / "results.json", self.results())
+
+    def images_held(self) -> Json:
+        """How many images are in the run's folder, packed and in the memory, and whether a gallery shows some."""
+        arrived, memory = arrivals(self.out) if self.out else [], self.components.method.memory
+        packed = [split.count for p in arrived for split in p.splits.values() if (p.path / split.images).is_file()]
+        shown = self.components.gallery is not None
+        return {"tasks": sum(packed), "memory": len(memory) if memory is not None else 0, "gallery": shown}
 
     def results(self) -> Json:
         """What `results.json` holds."""
@@ -241,6 +263,7 @@ class Snapshots:
             "probes": record.probes(parts.prober.settings() if parts.prober else {}),
             "reference": record.reference_results(parts.reference) if parts.reference else None,
             "memory_images": record.memory_images,
+            "holds_images": self.images_held(),
             "features": record.features,
             "untrained_features": record.untrained_features,
             "freezing": parts.freezing.log,

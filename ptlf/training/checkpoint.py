@@ -35,6 +35,7 @@ class CheckpointConfig:
     every_minutes: float = key(0.0, "also save after N minutes without a checkpoint; 0 = never", ge=0)
     keep: int = key(2, "how many to keep, besides the one after each task", ge=1)
     keep_tasks: int | None = key(None, "how many of those after each task to keep, the last ones; null = all", ge=1)
+    keep_images: bool = key(True, "keep the images of tasks that `ptlf learn` has learnt; false = no image stays")
 
 
 @dataclass(frozen=True, order=True)

@@ -12,7 +12,7 @@ from worker import FAST_RUNS, FROZEN
 pytest.importorskip("triton")
 
 from ptlf.core import processes
-from ptlf.encoders.norm import SHARED, ViewBatchNorm2d
+from ptlf.encoders.norm import SharedViewBatchNorm2d, ViewBatchNorm2d
 from ptlf.run.loop import Run
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -51,7 +51,7 @@ def test_statistics_far_from_zero_keep_their_digits(monkeypatch, views: int, sha
 
     torch.manual_seed(0)
     x = torch.randn(views * 4, 8, 4, 4) + torch.linspace(-300, 300, 8).view(8, 1, 1)
-    plain, norm = ViewBatchNorm2d(8).double(), (SHARED[ViewBatchNorm2d] if shared else ViewBatchNorm2d)(8).to(DEVICE)
+    plain, norm = ViewBatchNorm2d(8).double(), (SharedViewBatchNorm2d if shared else ViewBatchNorm2d)(8).to(DEVICE)
     plain.views = norm.views = views
     torch.nn.init.uniform_(plain.weight, 0.5, 1.5)
     norm.weight.data.copy_(plain.weight)
@@ -116,7 +116,7 @@ def test_a_group_of_one_leaves_the_bits_of_none(tiny, monkeypatch) -> None:
         monkeypatch.setenv(name, value)
     with processes.process_group():
         assert processes.joined()
-        group = outcome(SHARED[ViewBatchNorm2d](4))
+        group = outcome(SharedViewBatchNorm2d(4))
     assert all(torch.equal(one, other) for one, other in zip(alone, group, strict=True))
 
 
