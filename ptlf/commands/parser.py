@@ -186,7 +186,7 @@ def add_training_verbs(verb: Verb) -> None:
     add("--name", "name of the task (default: the folder's)")
     add("--undo", "take the last task back", bool)
     add("--again", "learn SOURCE even if all its images were learnt before", bool)
-    add("--new-only", "leave out images that earlier tasks took from SOURCE, for a folder that has grown", bool)
+    add("--new-only", "leave out images that earlier tasks have, as of a folder that has grown", bool)
     add("--test-fraction", "where SOURCE has a folder per class: share of each to test on", share, default=0.0)
     add("--fit", "for a new run: how images become squares, see `ptlf data pack` (default: crop)", choices=FITS)
     add("--watch", "learn every subfolder of DIR when it appears, the oldest first", Path, metavar="DIR")

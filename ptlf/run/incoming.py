@@ -1,6 +1,5 @@
 """The next task of a run that learns tasks as they arrive: packed, and compared with those it has learnt."""
 
-import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -9,13 +8,13 @@ from pathlib import Path
 import numpy as np
 
 from ptlf.core.errors import UserError, info
+from ptlf.core.files import remove_folder
 from ptlf.run.build import check_grows
 from ptlf.run.config import Config
 from ptlf.run.folder import claim_folder
 from ptlf.run.results import results_if_any
 from ptlf.stream import StreamConfig
-from ptlf.stream.arrivals import TASKS, arrived_names, clear, known_images, place, reduced, task_name
-from ptlf.stream.disk import disk_errors, files_below
+from ptlf.stream.arrivals import LOOKS, TASKS, arrived_names, clear, known_images, place, reduced, task_name
 from ptlf.stream.pack import Pack
 from ptlf.training.checkpoint import Checkpoints, Position
 
@@ -32,13 +31,6 @@ def arriving_config(config: Config, out: Path) -> Config:
     config = replace(config, stream=stream, checkpoint=kept)
     check_grows(config)
     return config
-
-
-def appearance(folder: Path) -> list[tuple[str, int, int]]:
-    """Of each file its name, size and date."""
-    with disk_errors(folder):
-        stats = [(str(file), file.stat()) for file in files_below(folder)]
-    return [(name, stat.st_size, stat.st_mtime_ns) for name, stat in stats]
 
 
 @contextmanager
@@ -69,7 +61,8 @@ def take_back(folder: Path, config: Config) -> None:
         if path not in before[: before.index(keep) + 1]:
             path.unlink()
     (folder / "results.json").unlink(missing_ok=True)
-    shutil.rmtree(folder / TASKS / names[-1])
+    (folder / TASKS / LOOKS).unlink(missing_ok=True)
+    remove_folder(folder / TASKS / names[-1])
 
 
 def select_new(incoming: Pack, learnt: Sequence[Pack], unfinished: bool, again: bool, new_only: bool) -> Pack | None:
