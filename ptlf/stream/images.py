@@ -5,7 +5,7 @@ import re
 import zipfile
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -283,7 +283,10 @@ def own_side(images: Any, default: int) -> int:
     first = next(iter(open_images(images)["train"].read())).image
     if isinstance(first, np.ndarray | torch.Tensor):
         return min(sorted(first.shape)[-2:])
-    with suppress(Exception), nullcontext(first) if isinstance(first, Image.Image) else Image.open(first) as image:
+    with suppress(Exception), ExitStack() as opened:
+        image = first
+        if not isinstance(first, Image.Image):
+            image = opened.enter_context(Image.open(opened.enter_context(open_regular(first)), formats=formats()))
         if min(image.size) != default:
             sides = f"the first image has {image.width} x {image.height} px"
             info(f"{sides}, all become squares of {default} px; --size (size=...) chooses another side, for all tasks")
