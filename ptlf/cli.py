@@ -3,7 +3,7 @@
 import io
 import logging
 import os
-import shlex
+import signal
 import sys
 import traceback
 from collections.abc import Callable, Sequence
@@ -11,14 +11,16 @@ from importlib import import_module
 from pathlib import Path
 
 from ptlf.commands.parser import make_parser, parse_words
-from ptlf.core.errors import UserError, logger, printable, short_repr
+from ptlf.core.errors import UserError, logger, printable, quoted, short_repr
 from ptlf.core.files import cached_text
 from ptlf.core.registry import working_folder_on_path
-from ptlf.training.process import Stopped
+from ptlf.training.process import InterruptOnce, Stopped
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if argv is None else argv)
+    if argv is None and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, InterruptOnce())
     parser = make_parser()
     options, unexpected = parse_words(parser, [word for word in words if word != "--debug"])
     if "run" not in options:
@@ -43,7 +45,7 @@ def exit_code(work: Callable[[], object], command: str, words: Sequence[str], *,
     command, words: as they were typed. several: it trains several runs, and the same command continues.
     """
     debug = os.environ.get("PTLF_DEBUG", "") not in ("", "0") or "--debug" in words
-    again = f"`{command} {shlex.join(words)}` continues from here"
+    again = f"`{command} {' '.join(map(quoted, words))}` continues from here"
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")  # names of files need not be UTF-8

@@ -1,7 +1,6 @@
 """A run that learns one task after the other, as their images arrive; `ptlf learn` is this class as a command."""
 
 import gc
-import html
 import shutil
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -13,28 +12,28 @@ from typing import Any, Self
 import numpy as np
 from torch import nn
 
-from ptlf.core.errors import UserError, info, warn
+from ptlf.core.errors import UserError, info, quoted, warn
 from ptlf.core.phases import Watcher
 from ptlf.core.reading import flatten
 from ptlf.core.registry import settings_from
-from ptlf.core.settings import as_dict, merge, nested
+from ptlf.core.settings import as_dict, merge
 from ptlf.encoders import brings_weights
 from ptlf.evaluation import PROBES
 from ptlf.report.live import Live, tell
 from ptlf.run.build import check_grows, make_stream
 from ptlf.run.config import Config, from_dict, read_yaml
-from ptlf.run.drift import Drift, decisions, drift_of, record_decision
+from ptlf.run.drift import LEAST, Drift, drift_of, record_decision
 from ptlf.run.evaluate import evaluate_run, may_change
 from ptlf.run.fitting import fit_settings, free_settings
 from ptlf.run.folder import START, check_arrived, check_new, has_finished, keep_encoder, restore_encoder, save_encoder
-from ptlf.run.incoming import STREAM, appearance, arriving_config, claimed_for_learning, select_new, take_back
+from ptlf.run.incoming import STREAM, arriving_config, claimed_for_learning, nest_settings, select_new, take_back
 from ptlf.run.inference import LoadedEncoder, load_encoder
 from ptlf.run.loop import Run
 from ptlf.run.recipes import default_recipe, name_of, recipe, with_stored_encoder
 from ptlf.run.results import read_results
 from ptlf.run.vectors import upgrade_vectors
 from ptlf.run.verdict import Verdict, verdicts
-from ptlf.stream.arrivals import accept, arrivals, check_watched, clear, pack_incoming, settled, task_name
+from ptlf.stream.arrivals import accept, arrivals, check_watched, clear, next_new, note_look, pack_incoming, task_name
 from ptlf.stream.decode import Fit
 from ptlf.stream.disk import subfolders
 from ptlf.stream.pack import Pack, data_root
@@ -44,8 +43,6 @@ from ptlf.training.process import Stopped
 
 MAX_SECONDS = 1e9
 MAY_BE_GIVEN = ("device", "evaluation.tasks", "log")  # of a run that is there
-ARGUMENTS_OF_LEARN = {"name", "again", "new_only", "if_drift", "keep_encoders", "watcher", "test_fraction"}
-ARGUMENTS_OF_LEARN |= {"on_error", "workers", "fit"}
 FROM_NOTHING = (
     "the encoder begins with random weights: from a few thousand images it may tell them apart no better than a "
     "histogram of colours does; give one that knows something, as --encoder.name hf:FOLDER or --encoder.weights FILE"
@@ -95,7 +92,8 @@ class Learner:
             stream, *default = default_recipe(STREAM, given).split("/")
             values = merge(Config, recipe("/".join((stream, objective or default[0], method or default[1]))), given)
             config, free = arriving_config(from_dict(values), Path(out)), free_settings(given)
-        self.folder, self.size, self.config = Path(out), size, config
+        self._out = Path(out), Path(out).absolute()
+        self.size, self.config = size, config
         self.free = frozenset(free) - {"stream.tasks"}
         self.module = encoder if isinstance(encoder, nn.Module) else None
         self.run: Run | None = None  # the latest
@@ -129,6 +127,12 @@ class Learner:
 
     def __repr__(self) -> str:
         return f"Learner({str(self.folder)!r}, {name_of(as_dict(self.config))})"
+
+    @property
+    def folder(self) -> Path:
+        """As it was given, or absolute once the working folder is another."""
+        given, absolute = self._out
+        return given if given.absolute() == absolute else absolute
 
     @property
     def tasks(self) -> list[str]:
@@ -171,8 +175,8 @@ class Learner:
             images or (image, label) pairs. Labels are used for testing only.
         name: of the task; default: the folder's or file's.
         again: learn a task even though all its images were learnt before.
-        new_only: leave out images that earlier tasks have from the same place, as a folder that has grown; if there
-            are no others, nothing is learnt.
+        new_only: leave out images that earlier tasks have, as of a folder that has grown; if there are no others,
+            nothing is learnt.
         if_drift: learn them only if `drift` finds them at least that new, "shifted" or "new"; drift.json says why.
         keep_encoders: keep the encoder of after this task, and from then on of all.
         watcher: gets what happens; default: a progress bar.
@@ -195,10 +199,8 @@ class Learner:
                     run = self._train(watcher)
                     if incoming is not None and run.stop_signal:  # in its last moments
                         raise Stopped(self.folder, run.stop_signal)
-                if incoming and if_drift and self.exists:
-                    found = self.drift(incoming.images("train"))
-                    named = incoming.source, task_name(incoming), if_drift
-                    incoming = incoming if record_decision(self.folder, found, *named) else None
+                if incoming and if_drift and self.exists and not self._drifts(incoming, if_drift):
+                    incoming = None
                 if incoming is not None:
                     if not self.exists:  # choose the settings that are free
                         counts, values = [incoming.split("train").count], as_dict(self.config)
@@ -238,9 +240,9 @@ class Learner:
         """Learn every subfolder as it appears, first the one with the oldest image file; yields the results after each.
         Never ends by itself.
 
-        A subfolder is left for later while anything in it is younger than `settle` seconds, and is learnt once: the
-        run's record says from where its tasks came. One that cannot be learnt is named on stderr, and tried again when
-        it changes. Images that come into a learnt subfolder, or lie in none, are not learnt.
+        A subfolder is left for later while anything in it is younger than `settle` seconds. One that cannot be learnt
+        is named on stderr, and tried again when it changes. Images that an earlier task has, by whatever name, are left
+        out; so of a subfolder that has changed only what is new is learnt. Images in no subfolder are not learnt.
 
         every: seconds between looks. once: end when nothing is left to learn, with an error if a subfolder with images
             could not be learnt.
@@ -250,7 +252,8 @@ class Learner:
             if not 0 <= value <= MAX_SECONDS:
                 raise UserError(f"{word} must be a number of seconds from 0 to {MAX_SECONDS:g}, not {value:g}")
         folder = Path(folder)
-        refused: dict[Path, Any] = {}  # how its files looked
+        looked: dict[Path, str] = {}
+        refused: set[Path] = set()
         check_watched(folder)
         check_new(self.folder)
         if not once and not subfolders(folder):
@@ -258,31 +261,31 @@ class Learner:
         if self.exists and not has_finished(self.folder):
             yield self._one_of_many(None, folder, learning)
         while True:
-            skipped = [made for made in decisions(self.folder) if not made["learnt"] and learning.get("if_drift")]
-            known = {pack.source for pack in arrivals(self.folder)} | {made["source"] for made in skipped}
-            new = settled(folder, settle, time.time(), known)
-            looks = ((path, appearance(path)) for path in new)
-            path, look = next(((path, look) for path, look in looks if refused.get(path) != look), (None, None))
-            if path is not None:
+            if new := next_new(self.folder, folder, settle, time.time(), [*looked.values()]):
+                path, look = new
+                count, looked[path] = len(arrivals(self.folder)), look
+                refused.discard(path)
                 try:
-                    results = self._one_of_many(path, folder, learning)
+                    results = self._one_of_many(path, folder, {**learning, "new_only": not learning.get("again")})
+                    note_look(self.folder, look)
                 except UserError as error:
                     if self.exists and not has_finished(self.folder):  # not for what the folder holds
                         raise
                     warn(f"{path} is left out: {error}")
-                    refused[path] = look
+                    refused.add(path)
                 else:
-                    yield results
+                    if len(arrivals(self.folder)) > count:
+                        yield results
             elif once:
                 if refused:
-                    names = ", ".join(path.name for path in refused)
+                    names = ", ".join(sorted(path.name for path in refused))
                     raise UserError(f"{len(refused)} left out: {names}; repair, or move out of {folder}")
                 return
             else:
                 time.sleep(every)
 
     def _one_of_many(self, source: Path | None, folder: Path, learning: Mapping[str, Any]) -> dict[str, Any]:
-        advice = f"`ptlf learn {self.folder} --watch {folder}` continues from here"
+        advice = f"`ptlf learn {quoted(self.folder)} --watch {quoted(folder)}` continues from here"
         try:
             results = self.learn(source, **learning)
         except Stopped as stopped:
@@ -332,15 +335,15 @@ class Learner:
 
     def _repr_html_(self) -> str:
         """The report page, for notebooks."""
-        from ptlf.report.page import write_report  # matplotlib takes a while
+        from ptlf.report.page import inline_report  # matplotlib takes a while
 
-        page = self.folder / "report.html"
-        try:
-            write_report([self.folder], page)
-        except UserError as error:
-            return f"<p>{html.escape(str(error))}</p>"
-        inside = html.escape(page.read_text(), quote=True)
-        return f'<iframe srcdoc="{inside}" style="width: 100%; height: 50em; border: 0"></iframe>'
+        return inline_report(self.folder)
+
+    def _drifts(self, incoming: Pack, level: str) -> bool:
+        if len(images := incoming.images("train")) < LEAST:
+            info(f"{task_name(incoming)} is not learnt: {len(images)} images are too few to tell whether they are new")
+            return False
+        return record_decision(self.folder, self.drift(images), incoming.source, task_name(incoming), level)
 
     def _check_continues(self) -> bool:
         """Whether the run has finished. One that cannot learn another task is refused."""
@@ -394,13 +397,3 @@ class Learner:
 
     def _load(self, as_of: str | None = None) -> LoadedEncoder:
         return load_encoder(self.folder, self._start(), self.config.device, trust_code=True, as_of=as_of)
-
-
-def nest_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Sections and dotted keys, as Python gives them, as one nested dictionary."""
-    given: dict[str, Any] = {}
-    for name, value in settings.items():
-        if name in ARGUMENTS_OF_LEARN:
-            raise UserError(f"{name} is no setting of the run but an argument of learn(): learn(images, {name}=...)")
-        given = merge(Config, given, nested(name, value))
-    return given

@@ -186,7 +186,7 @@ def add_training_verbs(verb: Verb) -> None:
     add("--name", "name of the task (default: the folder's)")
     add("--undo", "take the last task back", bool)
     add("--again", "learn SOURCE even if all its images were learnt before", bool)
-    add("--new-only", "leave out images that earlier tasks took from SOURCE, for a folder that has grown", bool)
+    add("--new-only", "leave out images that earlier tasks have, as of a folder that has grown", bool)
     about = "learn SOURCE only if `ptlf drift` finds it at least that new (alone: shifted)"
     add("--if-drift", about, nargs="?", const="shifted", choices=("shifted", "new"))
     add("--keep-encoders", "keep the encoder of after this task, and from then on of all: RUN@TASK names it", bool)

@@ -5,8 +5,10 @@ import importlib
 import logging
 import os
 import reprlib
+import shlex
 import unicodedata
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import Any
 
 logger = logging.getLogger("ptlf")
@@ -76,6 +78,15 @@ def printable(text: str) -> str:
         return text
     hidden = {c for c in text if c in DIRECTIONS or unicodedata.category(c) in HIDDEN}
     return "".join(c.encode("unicode_escape", "backslashreplace").decode() if c in hidden else c for c in text)
+
+
+def quoted(word: Path | str) -> str:
+    """For a command that works as it is printed: in a shell's quotes; hidden characters, runs of spaces as $'...'."""
+    text = f"./{word}" if isinstance(word, Path) and str(word).startswith("-") else str(word)
+    if text == " ".join(printable(text).split()):
+        return shlex.quote(text)
+    plain = set(range(33, 127)) - set(b"\\'")
+    return "$'" + "".join(chr(byte) if byte in plain else f"\\x{byte:02x}" for byte in os.fsencode(text)) + "'"
 
 
 def printable_from_one(record: logging.LogRecord) -> bool:

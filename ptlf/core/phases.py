@@ -1,5 +1,6 @@
 """How work tells how far it is: a run tells a watcher of its phases, epochs and tasks."""
 
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from importlib.util import find_spec
@@ -7,6 +8,18 @@ from typing import Any
 
 Advance = Callable[[int], None]  # called with how many more are done
 Phase = Callable[..., AbstractContextManager[Advance]]  # called as `silent` is
+
+
+class Clock:
+    """Seconds that only grow, also where the machine's clocks jump back, as some virtual machines' do."""
+
+    def __init__(self) -> None:
+        self.seconds, self._last = 0.0, time.perf_counter()
+
+    def __call__(self) -> float:
+        now = time.perf_counter()
+        self.seconds, self._last = self.seconds + max(now - self._last, 1e-9), now
+        return self.seconds
 
 
 @contextmanager

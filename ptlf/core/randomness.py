@@ -1,10 +1,13 @@
 """Named random generators whose state can be stored in a checkpoint."""
 
 import hashlib
+import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 import torch
+
+from ptlf.core.errors import UserError
 
 
 class Randomness:
@@ -34,10 +37,20 @@ def derived_seed(seed: int, name: str) -> int:
     return int.from_bytes(hashlib.sha256(f"{seed}/{name}".encode()).digest()[:7], "big")
 
 
+_seeding = threading.RLock()
+
+
 @contextmanager
 def seeded(seed: int, name: str, device: torch.device | None = None) -> Iterator[None]:
-    """Seed torch's global generators (CPU, and `device` if it is a GPU) from (seed, name); restore them afterwards."""
+    """Seed torch's global generators (CPU, and `device` if it is a GPU) from (seed, name); restore them afterwards.
+    A second thread is refused: both would draw from them."""
+    if not _seeding.acquire(blocking=False):
+        what = "torch's random numbers are the process's, and another thread trains or builds an encoder with them"
+        raise UserError(f"{what}; wait until it is done, or use a process of its own")
     gpus = [device] if device is not None and device.type == "cuda" else []
-    with torch.random.fork_rng(devices=gpus):
-        torch.manual_seed(derived_seed(seed, name))
-        yield
+    try:
+        with torch.random.fork_rng(devices=gpus):
+            torch.manual_seed(derived_seed(seed, name))
+            yield
+    finally:
+        _seeding.release()

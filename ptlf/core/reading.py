@@ -9,6 +9,7 @@ from typing import Any
 import yaml
 
 from ptlf.core.errors import UserError, printable, short_repr
+from ptlf.core.files import open_regular
 
 MAX_NUMBER = 1e30  # of a number in a record
 NUMBER = (int, float)
@@ -20,13 +21,12 @@ DAMAGE = (ValueError, LookupError, TypeError, AttributeError, ArithmeticError)  
 def read_text(path: Path) -> str:
     """The UTF-8 text of a file. A missing one raises FileNotFoundError."""
     try:
-        if path.exists() and not path.is_file():  # a FIFO or a device may have no end
-            raise UserError(f"{path} cannot be read: it is no regular file")
-        return path.read_bytes().decode()
+        with open_regular(path) as file:
+            return file.read().decode()
     except FileNotFoundError:
         raise
     except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"{path} cannot be read: {error}") from None
+        raise UserError(f"{path} cannot be read: {getattr(error, 'strerror', None) or error}") from None
 
 
 def read_json(path: Path, hint: str = "") -> Any:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ptlf.core.errors import UserError
+from ptlf.core.errors import UserError, short_repr
 from ptlf.core.settings import Presets, key
 from ptlf.freezing.recording import unchanged
 
@@ -28,10 +28,17 @@ class EncoderConfig:
     std: list[float] | None = key(None, "their standard deviation per channel")
 
     def __post_init__(self) -> None:
-        if (self.mean is None) != (self.std is None) or not {len(v) for v in (self.mean, self.std) if v} <= {3}:
-            raise UserError(f"encoder.mean and encoder.std are three numbers each, not {self.mean} and {self.std}")
-        if self.std and min(self.std) <= 0:
-            raise UserError(f"encoder.std must be above 0, not {self.std}")
+        if (self.mean, self.std) != (None, None):
+            check_normalisation(self.mean, self.std, "encoder.mean and encoder.std")
+
+
+def check_normalisation(mean: Any, std: Any, whose: str) -> None:
+    """Refuse numbers by which inputs would not be finite, or none."""
+    for values, least in ((mean, -1e6), (std, 1e-6)):
+        three = isinstance(values, list | tuple) and len(values) == 3
+        if not three or not all(isinstance(value, int | float) and least <= value <= 1e6 for value in values):
+            allowed = f"three numbers from {least:g} to 1e+06 each, std above 0"
+            raise UserError(f"{whose} must be {allowed}, not {short_repr(mean)} and {short_repr(std)}")
 
 
 @dataclass
@@ -68,7 +75,9 @@ def set_normalisation(encoder: nn.Module, config: EncoderConfig) -> None:
     """Note the settings' mean and std at the encoder. One with weights from elsewhere must have some."""
     if config.mean is not None and config.std is not None:
         encoder.normalisation = tuple(config.mean), tuple(config.std)  # type: ignore[assignment]
-    if brings_weights(config) and getattr(encoder, "normalisation", None) is None:
+    if (own := getattr(encoder, "normalisation", None)) is not None:
+        check_normalisation(own[0], own[1], f"mean and std of encoder {config.name!r}")
+    elif brings_weights(config):
         example = "--encoder.mean '[0.485, 0.456, 0.406]' --encoder.std '[0.229, 0.224, 0.225]'"
         hint = f"give them, for ImageNet's {example}, or in Python set encoder.normalisation = (mean, std)"
         raise UserError(f"encoder {config.name!r} does not say by which mean and std its inputs are normalised; {hint}")

@@ -13,6 +13,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from ptlf.core.errors import UserError, import_optional
+from ptlf.core.files import check_regular
 from ptlf.core.settings import key
 from ptlf.encoders.encoder import EncoderEntry, SizedConfig
 
@@ -60,6 +61,7 @@ def hf_entry(path: str) -> EncoderEntry:
         folder = Path(path).expanduser()
         if not folder.is_dir():
             raise UserError(f"hf:{path} names no folder here")
+        check_regular(*(file for file in folder.iterdir() if not file.is_dir()))
         here = {"local_files_only": True, "trust_remote_code": False}  # no download, no code in the folder
         settings = transformers.AutoConfig.from_pretrained(folder, **here)
         if any([*folder.glob("*.safetensors"), *folder.glob("pytorch_model*.bin")]):

@@ -13,7 +13,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from ptlf.core.errors import UserError
+from ptlf.core.errors import UserError, short_repr
 from ptlf.core.files import file_digest
 
 KEY = "ptlf"  # of the card in the metadata of a run's or an exported file
@@ -81,6 +81,7 @@ def load_weights(encoder: nn.Module, path: Path) -> Weights:
         whose = f"they are of --encoder.name {stored['name']}; " if stored else ""
         kind, count = type(encoder).__name__, f"{len(found)} of {len(own)} tensors match"
         raise UserError(f"{file} has the weights of another architecture than this {kind}: {count}; {whose}{why}")
+    check_values(file, {name: state[name] for name in found}, encoder, ADVICE)
     encoder.load_state_dict(encoder.state_dict() | {name: state[name] for name in found})
     return Weights(str(path), file_digest(file, "sha256"), prefix, len(found), missing, unexpected, shapes)
 
@@ -94,6 +95,22 @@ def at_version(path: Path) -> Path:
         hint = f"`ptlf embed {folder} IMAGES --as {task}` maps vectors into its space"
         raise UserError(f"{folder} keeps no encoder of after {task}; learn with --keep-encoders, or {hint}")
     return kept
+
+
+def check_values(source: object, state: Mapping[str, Any], encoder: nn.Module, hint: str) -> None:
+    """Refuse what cannot be the encoder's: another kind of numbers, numbers that are not finite, variances below 0. A
+    buffer such as a mask may hold infinities."""
+    own, trained = encoder.state_dict(), {name for name, _ in encoder.named_parameters(remove_duplicate=False)}
+    for name, value in state.items():
+        finite = value.isfinite() if name in trained or "running_" in name else ~value.isnan()
+        problems = {
+            f"{value.dtype} where {own[name].dtype} is needed".replace("torch.", ""): value.is_floating_point()
+            != own[name].is_floating_point(),
+            "numbers that are not finite": not finite.all(),
+            "variances below 0": name.endswith("running_var") and bool((value.real < 0).any()),
+        }
+        if wrong := [problem for problem, there in problems.items() if there]:
+            raise UserError(f"{source} is damaged: {short_repr(name)} holds {wrong[0]}; {hint}")
 
 
 def find_file(path: Path) -> Path:

@@ -41,9 +41,9 @@ class Gallery:
         self, stream: Stream, prepare: Prepare, device: torch.device, *, config: EvaluationConfig, seed: int
     ) -> None:
         self.prepare, self.device, self.batch, self.seed = prepare, device, min(config.batch, BATCH), seed
-        numbers = config.limited(range(len(stream.tasks)))
+        numbers = config.limited([number for number, task in enumerate(stream.tasks) if task.images.kept])
         tasks = [stream.tasks[number] for number in numbers]
-        splits = [split for split in stream.eval_splits if split.since in numbers and not split.always]
+        splits = [split for split in stream.eval_splits if split.since in numbers and split.kept and not split.always]
         self.drawn = [(split.name, split.test_images, split.test) for split in splits]
         if {split.since for split in splits} != set(numbers):
             self.drawn = [(task.name, task.images, task.train) for task in tasks]

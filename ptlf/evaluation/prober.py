@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ptlf.core import processes
-from ptlf.core.errors import UserError
+from ptlf.core.errors import UserError, short_repr, warn
 from ptlf.core.phases import Advance, Phase, silent
 from ptlf.core.registry import Registry
 from ptlf.core.settings import key
@@ -48,8 +48,9 @@ class EvaluationConfig:
             raise UserError(f"evaluation.tasks must be all, last:N or sample:N, as last:5, not {self.tasks!r}")
 
     def tested(self, splits: Sequence[EvalSplit], task: int) -> list[EvalSplit]:
-        """The splits that are tested after task number `task` (from 0). A split of no task always is."""
-        seen = [split for split in splits if split.since <= task]
+        """The splits that are tested after task number `task` (from 0), if their images are there. One of no task
+        always is."""
+        seen = [split for split in splits if split.since <= task and split.kept]
         chosen = self.limited(sorted({split.since for split in seen if not split.always}))
         return [split for split in seen if split.always or split.since in chosen]
 
@@ -79,6 +80,8 @@ class Prober:
         self.stream, self.config, self.prepare, self.device = stream, config, prepare, device
         if not stream.eval_splits:
             raise UserError(f"stream {stream.name} has no labelled test images to evaluate on")
+        if gone := [split.name for split in stream.eval_splits if not split.kept]:
+            warn(f"the images of {short_repr(gone)} were deleted: these tasks stay learnt, and are tested no more")
         self.sources = sources or image_sources(device)
         chosen = [PROBES.find(name)(settings) for name, settings in probes.items() if settings.enabled]
         chosen += [variant for probe in chosen for variant in probe.variants()]
@@ -135,10 +138,10 @@ class Prober:
         """Splits whose banks are needed after task number `task`, and the banks: theirs and, for the bank of all
         classes seen, what no split has, which is training images of classes without test images."""
         shared = any(bank != OWN for _, _, bank in self.rows_of)
-        seen = [split for split in self.stream.eval_splits if split.since <= task]
+        seen = [split for split in self.stream.eval_splits if split.since <= task and split.kept]
         splits = seen if shared else self.config.tested(self.stream.eval_splits, task)
         banks = [(split.bank_images, split.bank) for split in splits]
-        for each in self.stream.tasks[: task + 1] if shared else ():
+        for each in (each for each in self.stream.tasks[: task + 1] if shared and each.images.kept):
             covered = [split.bank for split in seen if split.bank_images is each.images]
             rest = np.setdiff1d(each.train, np.concatenate([*covered, each.train[:0]]))
             if each.classes and len(rest):

@@ -15,6 +15,7 @@ import yaml
 
 from ptlf.core.errors import import_optional, warn
 from ptlf.core.files import write_whole
+from ptlf.core.reading import read_json
 from ptlf.core.registry import Registry
 
 Line = Mapping[str, Any]  # of metrics.jsonl
@@ -80,7 +81,7 @@ class WandB(Tracker):
         mode = os.environ.get("WANDB_MODE") or ("online" if known else "offline")
         if not (folder / IDS).exists():
             write_whole(folder / IDS, json.dumps({"wandb": secrets.token_hex(4)}) + "\n")
-        run_id = json.loads((folder / IDS).read_bytes())["wandb"]
+        run_id = read_json(folder / IDS)["wandb"]
         if not run_id.isalnum():  # folders are removed by this name
             raise ValueError(f"{folder / IDS} holds {run_id!r}, which is no id of W&B")
         # A file that was not uploaded is replaced by one that holds all lines; W&B itself drops steps it has already.

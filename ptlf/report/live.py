@@ -2,14 +2,13 @@
 
 import os
 import sys
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
-from ptlf.core.phases import Advance, Watcher, cannot_move
+from ptlf.core.phases import Advance, Clock, Watcher, cannot_move
 from ptlf.report.measures import duration
 from ptlf.report.tables import percent
 
@@ -35,8 +34,8 @@ class Live(Watcher):
     """One bar: of the phase that the run is in, or of all steps of the stream. Without a terminal, lines: every phase
     that is new, the first and the last epoch of a task, and otherwise one every ten seconds."""
 
-    def __init__(self, name: str, clock: Callable[[], float] = time.perf_counter) -> None:
-        self.name, self.clock = name, clock
+    def __init__(self, name: str, clock: Callable[[], float] | None = None) -> None:
+        self.name, self.clock = name, clock or Clock()
         self.progress = Progress(
             TextColumn("{task.description}", markup=False),
             BarColumn(bar_width=24),
@@ -48,7 +47,7 @@ class Live(Watcher):
             disable=cannot_move(console) or not (console.is_terminal or console.is_jupyter),
         )
         self.bar = self.progress.add_task(name, visible=False, figures="")
-        self.begun, self.last_line = False, clock()
+        self.begun, self.last_line = False, self.clock()
         self.phases: set[str] = set()  # that have a line
 
     def begin(self, about: Sequence[str], tasks: int, epochs: int, units: int, frozen: int, done: int) -> None:

@@ -1,8 +1,8 @@
 """The report: one HTML file that needs nothing else, and the same pictures as files."""
 
+import html
 import json
 import math
-import shlex
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,9 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
 from ptlf import __version__
+from ptlf.core.errors import UserError, quoted
 from ptlf.core.files import write_whole
+from ptlf.core.reading import read_text
 from ptlf.report.drawing import FONT, Colours, coded, page_svg, save_picture, style, themed
 from ptlf.report.intervals import neighbours_used, wilson
 from ptlf.report.measures import HEADLINE_COSTS, Measure, main_measures, notes, probe_measures, recorded
@@ -23,13 +25,26 @@ from ptlf.report.verdicts import copies, group_verdicts, ranking
 from ptlf.run.compat import identity_settings
 
 COLUMNS = 8  # of a table
+MARK = "<footer>Made by ptlf"  # of a page, in its template
 
 
 def write_report(folders: Sequence[Path], out: Path, baseline: str | None = None) -> int:
     """How many runs it shows."""
     comparison = read_comparison(folders, baseline)
+    if out.exists() and MARK not in read_text(out):
+        raise UserError(f"{out} exists and is no page of `ptlf report`; choose another --out, or remove it")
     write_whole(out, page(comparison))
     return sum(len(group.runs) for group in comparison.groups)
+
+
+def inline_report(folder: Path) -> str:
+    """For notebooks."""
+    try:
+        write_report([folder], out := folder / "report.html")
+    except UserError as error:
+        return f"<p>{html.escape(str(error))}</p>"
+    inside = html.escape(read_text(out), quote=True)
+    return f'<iframe srcdoc="{inside}" style="width: 100%; height: 50em; border: 0"></iframe>'
 
 
 def write_figures(folders: Sequence[Path], out: Path, baseline: str | None = None) -> int:
@@ -72,7 +87,7 @@ def page(comparison: Comparison) -> str:
         caption=caption(comparison, measures),
         problems=list(problems(comparison)),
         settings=differing_values(comparison),
-        quote=shlex.quote,
+        quote=quoted,
         to_yaml=lambda config: yaml.safe_dump(config, sort_keys=False),
         version=__version__,
         light=themed(False, comparison.tasks),
@@ -140,7 +155,7 @@ def features_table(group: Group) -> dict[str, Any]:
         for task, name in enumerate(group.first["tasks"], start=1)
         if task in found["spread"]
     ]
-    command = f"ptlf evaluate {shlex.quote(str(group.runs[0].folder))} --stream.labelled FOLDER"
+    command = f"ptlf evaluate {quoted(group.runs[0].folder)} --stream.labelled FOLDER"
     return {"group": group, "rows": rows, "command": command}
 
 

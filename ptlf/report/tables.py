@@ -7,7 +7,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from ptlf.core.errors import clipped
+from ptlf.core.errors import clipped, quoted
 from ptlf.report.intervals import neighbours_used, start_of, wilson
 from ptlf.report.measures import Measure, all_measures, main_measures, notes
 from ptlf.report.runs import FEATURES, Comparison, Group, RunRecord, known_probes, split_prefix
@@ -151,6 +151,6 @@ def show_results(console: Console, results: Json, folder: Any, *, brief: bool = 
     for verdict in (found := latest_verdicts(read_evaluations(Path(folder)), len(results["tasks"]))):
         console.print(verdict, highlight=False, soft_wrap=True)
     if not found and not results["probes"]:
-        later = f"`ptlf evaluate {folder} --stream.labelled FOLDER` does, with a folder per class"
+        later = f"`ptlf evaluate {quoted(Path(folder))} --stream.labelled FOLDER` does, with a folder per class"
         console.print(f"without labelled images nothing tells whether that helped; {later}", soft_wrap=True)
     console.print(f"files: {folder}/results.json, metrics.jsonl, config.yaml, encoder.safetensors", soft_wrap=True)

@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
+from ptlf.core.errors import quoted
 from ptlf.core.files import lock_holder
 from ptlf.report.live import console
 from ptlf.report.measures import duration
@@ -72,7 +73,7 @@ def warnings(snapshot: Snapshot, each: float) -> list[str]:
         still = f"; process {snapshot.holder} still holds the run" if snapshot.alive else ": the run may have stopped"
         found.append(f"no new line for {duration(silent)}{still}")
     if snapshot.status == "killed":
-        again = f"ptlf {'learn' if snapshot.results.get('arrived') else 'train --resume'} {snapshot.folder}"
+        again = f"ptlf {'learn' if snapshot.results.get('arrived') else 'train --resume'} {quoted(snapshot.folder)}"
         found.append(f"process {snapshot.holder} exited without updating its status; `{again}` continues the run")
     return found
 

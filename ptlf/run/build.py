@@ -22,7 +22,7 @@ from ptlf.core.randomness import Randomness, derived_seed, seeded
 from ptlf.core.settings import as_dict
 from ptlf.encoders import ENCODERS, EncoderConfig, as_encoder, brings_weights, feature_dim, set_normalisation
 from ptlf.encoders.encoder import SizedConfig
-from ptlf.encoders.weights import Weights, load_weights, read_tensors
+from ptlf.encoders.weights import Weights, check_values, load_weights
 from ptlf.evaluation import Gallery, Prober
 from ptlf.freezing import Freezer, FreezeSchedule, ProgressiveFreezing
 from ptlf.freezing.cost import kept_bytes, measure_savings
@@ -33,7 +33,7 @@ from ptlf.model import Model
 from ptlf.objectives import OBJECTIVES
 from ptlf.run.config import POLICIES, Config
 from ptlf.run.fitting import expected_sizes
-from ptlf.run.folder import START
+from ptlf.run.folder import START, restore_encoder
 from ptlf.run.recipes import conflict
 from ptlf.run.results import Json, read_results
 from ptlf.stream import STREAMS, Dataset, Stream, open_stream
@@ -139,10 +139,13 @@ def starting_encoder(
         raise UserError(f"{why}; choose another method")
     encoder = make_encoder(config.encoder, config.seed, size) if encoder is None else as_encoder(encoder)
     if given is None:
+        if brings_weights(config.encoder):
+            there = {name: value for name, value in encoder.state_dict().items() if isinstance(value, Tensor)}
+            check_values(f"encoder {config.encoder.name!r}", there, encoder, "take it from its source again")
         return encoder, None
     if processes.is_first():  # the others get the weights from it
         if folder and (folder / START).is_file():
-            encoder.load_state_dict(encoder.state_dict() | read_tensors(folder / START))
+            restore_encoder(folder, encoder, START)
             with safe_open(folder / START, "pt") as file:
                 weights = Weights(**json.loads(file.metadata()["weights"]))
         else:

@@ -12,16 +12,16 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save
 from torch import nn
 
-from ptlf.core.errors import UserError, short_repr
-from ptlf.core.files import file_digest, locked, write_error, write_whole
+from ptlf.core.errors import UserError, quoted, short_repr
+from ptlf.core.files import check_no_link, file_digest, locked, write_error, write_whole
 from ptlf.core.reading import damaged
 from ptlf.core.registry import settings_from
 from ptlf.core.settings import as_dict
-from ptlf.encoders.weights import KEPT
+from ptlf.encoders.weights import KEPT, check_values
 from ptlf.run.compat import NO_EFFECT, describe_changes, differences
 from ptlf.run.config import Config, from_dict, read_yaml
 from ptlf.run.results import RESTORE_HINT, results_if_any
-from ptlf.stream.arrivals import TASKS, arrived_names, folder_name, is_arrival, missing
+from ptlf.stream.arrivals import INCOMING, TASKS, arrived_names, folder_name, is_arrival, missing
 
 ENCODER = "encoder.safetensors"
 START = "start.safetensors"  # the weights that training began with, if they do not follow from the seed
@@ -43,7 +43,8 @@ def check_vacant(out: Path) -> None:
     if any((out / name).exists() for name in ("results.json", "config.yaml", "metrics.jsonl")):
         advice = "; choose another --out, or remove that folder"
         if not has_finished(out):
-            advice = f" that has not finished; resume it with `ptlf train --resume {out}`, or choose another --out"
+            resume = f"resume it with `ptlf train --resume {quoted(out)}`"
+            advice = f" that has not finished; {resume}, or choose another --out"
         raise UserError(f"{out} already holds a run{advice}")
     if any(out.glob("*/config.yaml")):
         raise UserError(f"{out} holds other runs; choose a folder of its own as --out")
@@ -61,7 +62,8 @@ def check_new(folder: Path) -> None:
 
 
 def lock_of_run(folder: Path) -> AbstractContextManager[None]:
-    """Held while a run uses its folder, which is made if it is not there."""
+    """Held while a run uses its folder, which is made if it is not there. No folder in it that is written is a link."""
+    check_no_link(*(folder / name for name in ("checkpoints", TASKS, f"{TASKS}/{INCOMING}", "tensorboard", "wandb")))
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -153,8 +155,7 @@ def restore_encoder(folder: Path, encoder: nn.Module, name: str = ENCODER) -> No
     for key, there, here in differing_shapes(tensors, own):
         what = f"{short_repr(key)} has the shape {there} there and {here} here"
         raise UserError(f"{path} is not of an encoder like this one: {what}")
-    if bad := [name for name, value in tensors.items() if value.is_floating_point() and not value.isfinite().all()]:
-        raise UserError(f"{path} is damaged: {short_repr(bad[0])} holds numbers that are not finite; {RESTORE_HINT}")
+    check_values(path, tensors, encoder, RESTORE_HINT)
     encoder.load_state_dict({**own, **tensors})
 
 

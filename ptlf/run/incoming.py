@@ -1,14 +1,16 @@
 """The next task of a run that learns tasks as they arrive: packed, and compared with those it has learnt."""
 
-import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from ptlf.core.errors import UserError, info
+from ptlf.core.files import remove_folder
+from ptlf.core.settings import merge, nested
 from ptlf.encoders.weights import KEPT
 from ptlf.run.build import check_grows
 from ptlf.run.config import Config
@@ -16,8 +18,7 @@ from ptlf.run.folder import claim_folder
 from ptlf.run.results import results_if_any
 from ptlf.run.versions import step_files
 from ptlf.stream import StreamConfig
-from ptlf.stream.arrivals import TASKS, arrived_names, clear, known_images, place, reduced, task_name
-from ptlf.stream.disk import disk_errors, files_below
+from ptlf.stream.arrivals import LOOKS, TASKS, arrived_names, clear, known_images, place, reduced, task_name
 from ptlf.stream.pack import Pack
 from ptlf.training.checkpoint import Checkpoints, Position
 
@@ -36,11 +37,8 @@ def arriving_config(config: Config, out: Path) -> Config:
     return config
 
 
-def appearance(folder: Path) -> list[tuple[str, int, int]]:
-    """Of each file its name, size and date."""
-    with disk_errors(folder):
-        stats = [(str(file), file.stat()) for file in files_below(folder)]
-    return [(name, stat.st_size, stat.st_mtime_ns) for name, stat in stats]
+ARGUMENTS_OF_LEARN = {"name", "again", "new_only", "if_drift", "keep_encoders", "watcher", "test_fraction"}
+ARGUMENTS_OF_LEARN |= {"on_error", "workers", "fit"}
 
 
 @contextmanager
@@ -71,11 +69,12 @@ def take_back(folder: Path, config: Config) -> None:
         if path not in before[: before.index(keep) + 1]:
             path.unlink()
     (folder / "results.json").unlink(missing_ok=True)
+    (folder / TASKS / LOOKS).unlink(missing_ok=True)
     for path in step_files(folder):
         if int(path.stem) >= len(tasks):
             path.unlink()
-    shutil.rmtree(folder / KEPT / names[-1].partition("-")[2], ignore_errors=True)
-    shutil.rmtree(folder / TASKS / names[-1])
+    for path in (folder / KEPT / names[-1].partition("-")[2], folder / TASKS / names[-1]):
+        remove_folder(path)
 
 
 def select_new(incoming: Pack, learnt: Sequence[Pack], unfinished: bool, again: bool, new_only: bool) -> Pack | None:
@@ -104,3 +103,13 @@ def select_new(incoming: Pack, learnt: Sequence[Pack], unfinished: bool, again: 
         raise UserError(f"{before}; {hint}")
     info(f"{before}; they are learnt again, unless --new-only (new_only=True) is given")
     return incoming
+
+
+def nest_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Sections and dotted keys, as Python gives them, as one nested dictionary."""
+    given: dict[str, Any] = {}
+    for name, value in settings.items():
+        if name in ARGUMENTS_OF_LEARN:
+            raise UserError(f"{name} is no setting of the run but an argument of learn(): learn(images, {name}=...)")
+        given = merge(Config, given, nested(name, value))
+    return given

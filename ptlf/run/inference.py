@@ -2,6 +2,7 @@
 
 import json
 import tempfile
+import zipfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
@@ -16,13 +17,14 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 import ptlf
-from ptlf.core.errors import UserError, import_optional, printable, warn
-from ptlf.core.files import whole_file
+from ptlf.core.errors import UserError, import_optional, printable, short_repr, warn
+from ptlf.core.files import check_regular, whole_file
 from ptlf.core.randomness import seeded
-from ptlf.core.reading import NUMBER, check_shape
+from ptlf.core.reading import check_shape
 from ptlf.core.registry import settings_from
 from ptlf.core.settings import as_dict
 from ptlf.encoders import as_encoder
+from ptlf.encoders.encoder import check_normalisation
 from ptlf.encoders.weights import FILES, KEPT, KEY, at_version
 from ptlf.evaluation.prober import eval_mode
 from ptlf.methods import METHODS, Method
@@ -47,7 +49,14 @@ SHAPES: dict[Fit, str] = {
     "pad": "long side resized to image_size (bicubic, antialiased), centred on grey (127)",
 }
 Card = dict[str, Any]
-CARD: Card = dict.fromkeys(("image_size", "view_size", "feature_dim"), (1, 10**6)) | {"mean": [NUMBER], "std": [NUMBER]}
+CARD: Card = {
+    "image_size": (1, 1 << 14),
+    "view_size": (1, 1 << 14),
+    "feature_dim": (1, 10**6),
+    "mean": list,
+    "std": list,
+}
+COLUMNS = ["name", "label", "features"]  # of a Parquet file
 OnProblem = Callable[[list[tuple[str, str]]], None]  # takes (name, reason) of images that cannot be read
 
 
@@ -181,7 +190,7 @@ def mapped(encoder: LoadedEncoder, task: str, what: str = "") -> LoadedEncoder:
 
 def read_card(file: Path) -> Card:
     """From the metadata of a run's encoder."""
-    if not file.exists():
+    if not file.is_file():
         refuse_folder_of_runs(file.parent)
         raise UserError(f"{file.parent} holds no {ENCODER}; it is no run, or the run there has not finished")
     try:
@@ -192,9 +201,12 @@ def read_card(file: Path) -> Card:
             raise UserError(f"{file} does not say what encoder it is of, as files before version 0.2; {hint}")
         card: Card = json.loads(text)
         check_shape(card, CARD)
-        return card
+        if card.get("fit", "crop") not in SHAPES:
+            raise ValueError(f"fit is {short_repr(card['fit'])}")
     except (OSError, SafetensorError, ValueError) as error:
         raise UserError(f"{file} cannot be read: {error}") from None
+    check_normalisation(card["mean"], card["std"], f"mean and std in {file}")
+    return card
 
 
 def rebuilt(card: Card, folder: Path, encoder: nn.Module | None, seed: int = 0) -> nn.Module:
@@ -217,6 +229,8 @@ def embed_images(
     many images there are, how long each one's features are, and which were skipped. Only names and labels are held in
     memory. loading: `device`, `trust_code` and `as_of`, for `load_encoder`."""
     write_rows = writer_for(out)
+    if out.exists() and not are_features(out):
+        raise UserError(f"--out {out} exists and holds no features of `ptlf embed`; choose another name, or remove it")
     prefixes = [f"{path.rstrip('/')}/" if len(images) > 1 else "" for path in images]
     opened = [open_images(find_images(path, data_root())) for path in images]
     splits = [(prefix, part) for prefix, found in zip(prefixes, opened, strict=True) for part in found.values()]
@@ -245,6 +259,17 @@ def embed_images(
     for entry in skipped[:SHOWN_SKIPS]:
         warn(f"skipped {entry['file']}: {entry['why']}")
     return total, encoder.feature_dim, skipped
+
+
+def are_features(file: Path) -> bool:
+    try:
+        check_regular(file)
+        if file.suffix == ".npz":
+            with np.load(file, allow_pickle=False) as arrays:
+                return {"names", "features"} <= {*arrays.files} <= {"names", "features", "labels", "about"}
+        return import_optional("pyarrow.parquet", ".parquet", "export").read_schema(file).names == COLUMNS
+    except (OSError, ValueError, EOFError, zipfile.BadZipFile):  # pyarrow's errors are ValueErrors
+        return False
 
 
 Write = Callable[[list[str], list[str | None], np.ndarray], object]  # names, labels, features (n, dim)
@@ -277,13 +302,15 @@ def parquet_writer(path: Path, dim: int, about: str) -> Iterator[Write]:
     """Columns `name`, `label` (null where there is none) and `features`, a list of `dim` floats."""
     arrow, parquet = (import_optional(name, ".parquet", "export") for name in ("pyarrow", "pyarrow.parquet"))
     text, vector = arrow.string(), arrow.list_(arrow.float32(), dim)
-    schema = arrow.schema([("name", text), ("label", text), ("features", vector)], {KEY: about})
+    schema = arrow.schema(list(zip(COLUMNS, (text, text, vector), strict=True)), {KEY: about})
     with parquet.ParquetWriter(path, schema) as file:
 
         def write(names: list[str], labels: list[str | None], features: np.ndarray) -> None:
             vectors = arrow.FixedSizeListArray.from_arrays(arrow.array(features.astype(np.float32).reshape(-1)), dim)
-            names = [*map(printable, names)]  # a file's name need not be UTF-8
-            file.write_table(arrow.table([names, labels, vectors], schema=schema))
+            texts = [
+                [text and printable(text) for text in column] for column in (names, labels)
+            ]  # they need not be UTF-8
+            file.write_table(arrow.table([*texts, vectors], schema=schema))
 
         yield write
 

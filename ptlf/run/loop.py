@@ -98,8 +98,10 @@ class Run:
                 self.watcher.end()
                 self.trackers.end(self.progress.status)
             self.close_engine()
-            if self.components.out and not self.config.checkpoint.keep_images:
-                forget_images(self.components.out)
+            if self.components.out:
+                keep_lines(self.components.out / "metrics.jsonl", self.record.per_epoch)
+                if not self.config.checkpoint.keep_images:
+                    forget_images(self.components.out)
             self.snapshots.save_results()
             if not self.components.encoder_given:
                 self.judge()
@@ -240,6 +242,7 @@ class Run:
                 compiling.enter_context(self.watcher.phase("compiling the step"))
             for _ in steps:
                 compiling.close()
+                self.clock.now()  # should the machine's clock jump back, one step's time is lost
                 self.watcher.step(state.views - before)
                 self.save_or_stop()
             losses = state.mean_losses()
@@ -247,7 +250,7 @@ class Run:
         cost, sent = self.evaluator.step_cost(self.trainer.variant, indices), self.trainer.sent_bytes()
         line = self.record.end_epoch(progress.position, state, losses, self.clock.seconds, cost, frozen, sent)
         if self.components.out:
-            append_line(self.components.out / "metrics.jsonl", line)
+            append_line(self.components.out / "metrics.jsonl", self.record.per_epoch)
             self.trackers.epoch(len(self.record.per_epoch), line)
         self.snapshots.check_finite()
         if not processes.all_equal(self.model.parameters()):

@@ -1,6 +1,7 @@
 """A run's record: `results.json`, `metrics.jsonl` (a line per epoch), `evaluations.json` (labels that came later)."""
 
 import json
+import os
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -8,7 +9,7 @@ from statistics import NormalDist, fmean
 from typing import Any
 
 from ptlf.core.errors import UserError, short_repr
-from ptlf.core.files import write_error, write_whole
+from ptlf.core.files import check_held, open_regular, write_error, write_whole
 from ptlf.core.reading import DAMAGE, NUMBER, check_shape, damaged, parse_json, read_json, read_text
 
 Json = dict[str, Any]
@@ -105,19 +106,27 @@ def to_json(value: Any, level: int = 0) -> str:
     return f"{ends[0]}{line} {f',{line} '.join(parts)}{line}{ends[1]}"
 
 
-def append_line(path: Path, value: Json) -> None:
+def append_line(path: Path, values: Sequence[Json]) -> None:
+    """The last of the lines. A file that is gone, or a link, is made anew with all of them."""
+    check_held(path)
+    if len(values) < 2 or path.is_symlink() or not path.is_file():
+        return write_whole(path, to_lines(values))
     try:
-        with open(path, "a") as file:
-            file.write(json.dumps(value) + "\n")
+        with open_regular(path, os.O_WRONLY | os.O_APPEND) as file:
+            file.write(to_lines(values[-1:]).encode())
     except OSError as error:
         raise write_error(path, error) from error
 
 
 def keep_lines(path: Path, values: Sequence[Json]) -> None:
     """Make the file hold exactly these lines. One that does, as after a clean end, is left alone."""
-    text = "".join(json.dumps(value) + "\n" for value in values)
-    if not path.exists() or path.read_bytes() != text.encode():
+    text = to_lines(values)
+    if path.is_symlink() or not path.is_file() or path.stat().st_nlink > 1 or path.read_bytes() != text.encode():
         write_whole(path, text)
+
+
+def to_lines(values: Sequence[Json]) -> str:
+    return "".join(json.dumps(value) + "\n" for value in values)
 
 
 def read_results(folder: Path) -> Json:

@@ -7,7 +7,6 @@ import contextlib
 import functools
 import json
 import os
-import shlex
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict
 from pathlib import Path
@@ -20,7 +19,7 @@ from torch.nn.utils import get_total_norm
 
 import ptlf
 from ptlf.core import processes
-from ptlf.core.errors import UserError, short_repr, warn
+from ptlf.core.errors import UserError, quoted, short_repr, warn
 from ptlf.core.files import write_whole
 from ptlf.core.settings import as_dict
 from ptlf.encoders import ENCODERS
@@ -72,7 +71,7 @@ class Snapshots:
         if self.components.encoder_given:
             return f"ptlf.Learner.load({str(folder)!r}, encoder=MODULE{', trust_code=True' if code else ''}).learn()"
         verb = "learn" if self.components.stream.arrived else "train --resume"
-        return f"ptlf {verb} {shlex.quote(str(folder))}{' --trust-code' if code else ''}"
+        return f"ptlf {verb} {quoted(folder)}{' --trust-code' if code else ''}"
 
     def due(self) -> bool:
         return self.checkpoints is not None and self.checkpoints.due(self.progress.position)

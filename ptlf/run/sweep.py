@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ptlf.core.errors import UserError, import_optional
+from ptlf.core.files import check_no_link
 from ptlf.core.phases import Watcher
 from ptlf.core.settings import as_dict, parse
 from ptlf.run.build import make_stream
@@ -119,6 +120,7 @@ def train_as_jobs(
 ) -> None:
     """Train the runs, at most `jobs` at a time, and wait for all of them. logs: folder for the jobs' output and errors.
     job_options: KEY=VALUE for submitit's `update_parameters`."""
+    check_no_link(logs)
     executor = import_optional("submitit", "--cluster", "cluster").AutoExecutor(logs, cluster=cluster)
     if wrong := [option for option in job_options if "=" not in option]:
         raise UserError(f"--job-options takes KEY=VALUE, such as slurm_partition=gpu, not {wrong[0]!r}")

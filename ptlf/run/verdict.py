@@ -13,7 +13,7 @@ from scipy.sparse.csgraph import connected_components
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ptlf.core.errors import UserError, warn
+from ptlf.core.errors import UserError, quoted, warn
 from ptlf.encoders import brings_weights
 from ptlf.evaluation.metrics import spaced
 from ptlf.evaluation.probes import knn_predict
@@ -54,7 +54,7 @@ class Verdict:
         told = f"On {self.count:,} images of {self.images}: {self.accuracy:.1f} %, {', '.join(each)}. "
         worse, unclear = ([n for n, (g, half) in simple if low * half <= g < high * half] for low, high in BELOW)
         if gain < -sure:
-            undo = f"; `ptlf learn {folder} --undo` takes the last task back" * (len(arrived_names(folder)) > 1)
+            undo = f"; `ptlf learn {quoted(folder)} --undo` takes the last task back" * (len(arrived_names(folder)) > 1)
             told, worse, unclear = f"{told}Worse than {start}: do not use it{undo}", [], []
         elif gain > sure:
             told += f"Better than {start}"
@@ -155,12 +155,12 @@ def concatenated(parts: list[tuple[Images, np.ndarray]]) -> Images:
 def labelled_parts(stream: Stream) -> Iterator[tuple[str, Images]]:
     """Labelled sets to judge on: images that were never learnt where there are some, else those of labelled tasks."""
     for split in stream.eval_splits:
-        if split.always:
+        if split.always and split.kept:
             yield split.name, concatenated([(split.bank_images, split.bank), (split.test_images, split.test)])
-    own = [split for split in stream.eval_splits if not split.always]
+    own = [split for split in stream.eval_splits if not split.always and split.kept]
     if own:
         yield "the tasks' test sets", concatenated([(split.test_images, split.test) for split in own])
-    elif labelled := [(task.images, task.train) for task in stream.tasks if task.classes]:
+    elif labelled := [(task.images, task.train) for task in stream.tasks if task.classes and task.images.kept]:
         yield "the labelled tasks", concatenated(labelled)
 
 

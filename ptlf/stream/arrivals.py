@@ -1,9 +1,9 @@
 """Tasks that arrive while a run goes on. Each is a packed set in `RUN/tasks/NUMBER-NAME`, in the order of arrival."""
 
 import hashlib
+import io
 import os
 import re
-import shutil
 from collections.abc import Collection, Sequence
 from contextlib import suppress
 from dataclasses import fields, replace
@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from ptlf.core.errors import UserError
+from ptlf.core.files import check_held, remove_folder, write_whole
 from ptlf.stream.disk import files_below, natural, not_an_image, subfolders
 from ptlf.stream.images import find_images, is_image_folder, own_side
 from ptlf.stream.pack import Pack, open_pack, read_manifest
@@ -21,6 +22,8 @@ from ptlf.stream.rows import array_split, subset, with_labels
 from ptlf.stream.task import Dataset, EvalSplit, Images, Stream, StreamConfig, Task, unlabelled_stream
 
 TASKS, INCOMING = "tasks", ".incoming"
+KNOWN, DIGEST = "train.sha256", "S32"  # beside a task's images: the digest of each, which stays when they are deleted
+LOOKS = ".looks"  # beside the tasks: how watched folders look whose images are all learnt, see `settled`
 NUMBERED = re.compile(r"(\d{4,})-(.+)")
 
 
@@ -34,6 +37,11 @@ class PackedImages(Images):
 
     def __len__(self) -> int:
         return self.pack.splits[self.split].count
+
+    @property
+    def kept(self) -> bool:  # type: ignore[override]
+        part = self.pack.splits[self.split]
+        return all((self.pack.path / name).is_file() for name in (part.images, part.labels))
 
     @property
     def size(self) -> int:
@@ -149,22 +157,24 @@ def pack_incoming(
 
 
 def known_images(incoming: Pack, learnt: Sequence[Pack]) -> tuple[np.ndarray, list[str]]:
-    """Which of its training images, (N,) bool, are in earlier tasks that came from the same place; and those tasks."""
+    """Which of its training images, (N,) bool, are in earlier tasks, by any name; and those tasks."""
     own, tasks = digests(incoming), []
     known = np.zeros(len(own), bool)
     for number, pack in enumerate(learnt, start=1):
-        same_place = pack.source == incoming.source and os.path.isabs(pack.source)  # not two lists in memory
-        if same_place and (pack.path / pack.split("train").images).is_file():
-            found = np.isin(own, digests(pack))
-            if found.any():
-                tasks.append(place(pack, number))
-            known |= found
+        found = np.isin(own, digests(pack))
+        if found.any():
+            tasks.append(place(pack, number))
+        known |= found
     return known, tasks
 
 
 def digests(pack: Pack) -> np.ndarray:
-    """Of each training image."""
-    return np.array([hashlib.sha256(image).hexdigest() for image in pack.images("train")])
+    """Of each training image, (N,) or none if nothing is left of them."""
+    with suppress(UserError):
+        return pack.load(KNOWN, (pack.split("train").count,), np.dtype(DIGEST))
+    with suppress(UserError):
+        return np.array([hashlib.sha256(image).hexdigest()[:32] for image in pack.images("train")], DIGEST)
+    return np.zeros(0, DIGEST)
 
 
 def place(pack: Pack, number: int) -> str:
@@ -188,6 +198,9 @@ def accept(folder: Path, incoming: Pack) -> Pack:
     ends = ["", *(f"-{number}" for number in range(2, len(taken) + 2))]
     end = next(end for end in ends if name + end not in taken)
     target = folder / TASKS / (incoming.name + end)
+    np.save(data := io.BytesIO(), digests(incoming))
+    write_whole(incoming.path / KNOWN, data.getvalue())
+    check_held(target)
     incoming.path.rename(target)
     return replace(incoming, path=target)
 
@@ -196,7 +209,9 @@ def clear(folder: Path, everything: bool = False) -> None:
     """Remove packs that were not accepted, and empty folders; with `everything` all tasks."""
     root = folder / TASKS
     for name in (INCOMING, *(arrived_names(folder) if everything else ())):
-        shutil.rmtree(root / name, ignore_errors=True)
+        remove_folder(root / name)
+    if everything:
+        (root / LOOKS).unlink(missing_ok=True)
     with suppress(OSError):  # it holds tasks, or is not there
         root.rmdir()
 
@@ -206,23 +221,41 @@ def check_watched(folder: Path) -> None:
         raise UserError(f"the folder to watch, {folder}, is not there (any more); the run is as it was")
 
 
-def settled(folder: Path, settle: float, now: float, known: Collection[str] = ()) -> list[Path]:
-    """Subfolders but `known` in which nothing changed for `settle` seconds before `now`, the oldest image's first."""
+def settled(folder: Path, settle: float, now: float) -> list[tuple[Path, str]]:
+    """Subfolders in which nothing changed within `settle` seconds of `now`, the oldest image's first, and how each
+    looks: a digest of its files' names, sizes and dates. What counts is when a file was changed here: its own date may
+    be of a camera whose clock is wrong."""
     check_watched(folder)
     found = []
     for name in subfolders(folder):
         path = folder / name
-        if str(path.resolve()) in known:
-            continue
         try:
             files = {file: file.stat() for file in files_below(path)}
-            changed = max(max(stat.st_mtime, stat.st_ctime) for stat in (path.stat(), *files.values()))
+            dates = [stat.st_ctime for stat in (path.stat(), *files.values())]
         except OSError:  # a file went away: somebody is at work
             continue
-        dates = [stat.st_mtime for file, stat in files.items() if not not_an_image(file.name)]
-        if dates and (settle <= 0 or now - changed >= settle):
-            found.append((min(dates), natural(name), path))
-    return [path for _, _, path in sorted(found)]
+        images = [stat.st_mtime for file, stat in files.items() if not not_an_image(file.name)]
+        if images and all(settle <= abs(now - date) for date in dates):
+            looks = [(str(f.relative_to(path)), s.st_size, s.st_mtime_ns, s.st_ctime_ns) for f, s in files.items()]
+            look = hashlib.sha256(repr(looks).encode()).hexdigest()
+            found.append((min(images), natural(name), path, look))
+    return [(path, look) for _, _, path, look in sorted(found)]
+
+
+def next_new(run: Path, watched: Path, settle: float, now: float, seen: Collection[str]) -> tuple[Path, str] | None:
+    """The first subfolder that does not look as in `seen`, or as when all its images were learnt; and how it looks."""
+    known = {*seen, *noted_looks(run)}
+    return next(((path, look) for path, look in settled(watched, settle, now) if look not in known), None)
+
+
+def noted_looks(run: Path) -> list[str]:
+    file = run / TASKS / LOOKS
+    return file.read_bytes().decode(errors="replace").split() if file.is_file() else []
+
+
+def note_look(run: Path, look: str) -> None:
+    """All images of a watched folder that looks so are learnt."""
+    write_whole(run / TASKS / LOOKS, "\n".join([*noted_looks(run), look]))
 
 
 def folder_name(name: str) -> str:

@@ -6,12 +6,15 @@ EXIF orientation is applied, transparency composited on white, 16-bit grey divid
 import io
 import os
 from collections.abc import Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any, Literal, get_args
 
 import numpy as np
 import torch
 from PIL import Image, ImageOps, UnidentifiedImageError
+
+from ptlf.core.files import open_regular
 
 # How a rectangle becomes a square: its centre; all of it, distorted; all of it, between grey bars.
 Fit = Literal["crop", "squash", "pad"]
@@ -20,6 +23,17 @@ GREY = (127, 127, 127)
 CHANNELS = (1, 3, 4)
 RAW = (".arw", ".cr2", ".cr3", ".dng", ".nef", ".orf", ".raf", ".rw2")  # by some of them Pillow shows a small preview
 BRANDS = {b"heic": "HEIC", b"heix": "HEIC", b"hevc": "HEIC", b"mif1": "HEIF", b"msf1": "HEIF", b"avif": "AVIF"}
+
+
+MAX_FILE_BYTES = 512 << 20  # of an image's file
+
+
+@cache
+def formats() -> tuple[str, ...]:
+    """What is read; MPO files are JPEGs. Of its other formats, Pillow hands some (EPS) to another program."""
+    Image.init()
+    known = "AVIF BMP DIB GIF ICO JPEG JPEG2000 PCX PNG PPM SGI TGA TIFF WEBP"
+    return tuple(name for name in known.split() if name in Image.OPEN)
 
 
 class BadImage(Exception):
@@ -71,11 +85,14 @@ def to_square(image: Any, size: int, fit: Fit = "crop") -> np.ndarray:
         if isinstance(image, str | os.PathLike):
             if str(image).lower().endswith(RAW):
                 raise not_read(f"a camera's RAW format ({Path(image).suffix})")
-            image = Path(image).read_bytes()
+            with open_regular(image) as file:
+                if os.fstat(file.fileno()).st_size > MAX_FILE_BYTES:
+                    raise BadImage(f"a file of more than {MAX_FILE_BYTES >> 20} MiB")
+                image = file.read()
         if isinstance(image, bytes):
             if not image:
                 raise BadImage("empty file, 0 bytes")
-            with Image.open(io.BytesIO(image)) as opened:
+            with Image.open(io.BytesIO(image), formats=formats()) as opened:
                 return from_picture(opened, size, fit)
         if isinstance(image, torch.Tensor):
             image = image.detach().cpu()

@@ -3,7 +3,6 @@
 import errno
 import os
 import re
-import shutil
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,7 +11,7 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from ptlf.core.errors import UserError
-from ptlf.core.files import locked, sync_folder
+from ptlf.core.files import check_held, locked, open_regular, remove_folder, sync_folder
 from ptlf.core.phases import cannot_move
 
 # What people and programs keep beside images: notes, labels, tables, pages, settings, edits, previews, sound and film.
@@ -34,7 +33,7 @@ def staged(target: Path) -> Iterator[Path]:
         if old.exists() and not target.exists():  # the two renames below were interrupted
             old.rename(target)
         for folder in (partial, old):
-            shutil.rmtree(folder, ignore_errors=True)
+            remove_folder(folder)
 
     root.mkdir(parents=True, exist_ok=True)
     with locked(root / f".{name}.lock", f"{name} is being packed"):
@@ -43,9 +42,10 @@ def staged(target: Path) -> Iterator[Path]:
             partial.mkdir()
             yield partial
             for file in partial.iterdir():
-                with open(file, "r+b") as opened:
+                with open_regular(file) as opened:
                     os.fsync(opened.fileno())
             sync_folder(partial)
+            check_held(target)
             if target.exists():
                 target.rename(old)
             partial.rename(target)

@@ -8,7 +8,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from ptlf.core.errors import UserError, unknown
-from ptlf.core.files import file_digest
+from ptlf.core.files import check_no_link, file_digest
 from ptlf.stream.archives import SOURCES, Source
 from ptlf.stream.disk import disk_errors, progress_bar, subfolders
 from ptlf.stream.pack import Pack, check_target, data_root
@@ -39,6 +39,7 @@ def get(
         raise UserError(f"{name} cannot be downloaded: {entry.about}")
     check_target(target, packing.overwrite)
     folder = target.parent / ".downloads" / name
+    check_no_link(folder.parent, folder)
     with disk_errors(Path(source or folder)):
         given = Path(source).expanduser() if source else download(entry, url, folder, packing.progress)
         made = pack_source(entry, given, target, packing)

@@ -5,7 +5,8 @@ import re
 import zipfile
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +14,11 @@ import numpy as np
 import torch
 from PIL import Image
 
-from ptlf.core.errors import UserError, import_optional, info
+from ptlf.core.errors import UserError, import_optional, info, short_repr
+from ptlf.core.files import check_regular, open_regular
 from ptlf.core.reading import explain
-from ptlf.stream.decode import CHANNELS
-from ptlf.stream.disk import image_files, natural, not_an_image, quote_names, subfolders
+from ptlf.stream.decode import CHANNELS, formats
+from ptlf.stream.disk import files_below, image_files, natural, not_an_image, quote_names, subfolders
 from ptlf.stream.pack import open_pack
 from ptlf.stream.rows import ImageSplit, Row, array_split, list_split, plain_label, with_labels, with_names
 
@@ -77,18 +79,20 @@ def open_path(path: Path) -> dict[str, ImageSplit]:
     if not path.exists():
         raise UserError(f"there is no folder or file {path}")
     if is_saved(path):
-        return open_images(load_saved(path))
+        return {split: within(part, path) for split, part in open_images(load_saved(path)).items()}
     if files := parquet_files(path):
-        return {split: parquet_split(part) for split, part in files.items()}
+        folder = path if path.is_dir() else path.parent
+        return {split: within(parquet_split(part), folder) for split, part in files.items()}
     if path.is_dir():
         return folder_splits(path)
     if path.suffix == ".npy":
         with readable(path, ".npy"):
+            check_regular(path)
             array = np.load(path, mmap_mode="r", allow_pickle=False)
         return open_images(array)
     if path.suffix == ".npz":
         return npz_splits(path)
-    if Image.registered_extensions().get(path.suffix.lower()):
+    if Image.registered_extensions().get(path.suffix.lower(), "").replace("MPO", "JPEG") in formats():
         return {"train": list_split([Row(path.name, path)])}
     raise UserError(f"{path} holds no images that can be read; give {FORMS}")
 
@@ -102,7 +106,7 @@ def readable(path: Path, kind: str) -> Iterator[None]:
 
 
 def npz_splits(path: Path) -> dict[str, ImageSplit]:
-    with readable(path, ".npz"), np.load(path, allow_pickle=False) as file:
+    with readable(path, ".npz"), open_regular(path) as opened, np.load(opened, allow_pickle=False) as file:
         used = {name for pairs in ARRAYS.values() for pair in pairs for name in pair} | {"names"}
         members, arrays = file.files, {name: file[name] for name in file.files if name in used}
     names = [str(name) for name in arrays["names"]] if "names" in arrays else None
@@ -126,6 +130,7 @@ def load_saved(path: Path) -> Any:
     """What `save_to_disk` wrote, with images as the bytes of their files."""
     datasets = import_optional("datasets", f"reading {path}", "datasets")
     with readable(path, "`save_to_disk`"):
+        check_regular(*files_below(path))
         found = datasets.load_from_disk(str(path))
     parts = found if isinstance(found, dict) else {"train": found}
     for split, part in parts.items():
@@ -168,11 +173,28 @@ def parquet_split(files: Sequence[Path]) -> ImageSplit:
     count = 0
     for file in files:
         with readable(file, "Parquet"):
+            check_regular(file)
             opened = parquet.ParquetFile(file)
             count, features = count + opened.metadata.num_rows, datasets.Features.from_arrow_schema(opened.schema_arrow)
     if not count:
         raise UserError(f"{files[0]} holds no images: it has no rows")
     return with_names(ImageSplit(count, read), class_names(features))
+
+
+def within(part: ImageSplit, folder: Path) -> ImageSplit:
+    """Files that the rows name are looked for in the folder: a table of a stranger's could name any of this machine."""
+
+    def check(row: Row) -> Row:
+        image = row.image
+        if isinstance(image, Mapping) and not image.get("bytes"):
+            image = image.get("path")
+        if not isinstance(image, str) or "\0" in image:
+            return row
+        if not (folder / image).resolve().is_relative_to(folder.resolve()):
+            raise UserError(f"{row.name} names the file {short_repr(image)}, which is not in {folder}; pack the images")
+        return row._replace(image=folder / image)
+
+    return replace(part, read=lambda: map(check, part.read()))
 
 
 def to_row(item: Any, name: str, features: Mapping[str, Any] | None = None) -> Row:
@@ -261,7 +283,10 @@ def own_side(images: Any, default: int) -> int:
     first = next(iter(open_images(images)["train"].read())).image
     if isinstance(first, np.ndarray | torch.Tensor):
         return min(sorted(first.shape)[-2:])
-    with suppress(Exception), nullcontext(first) if isinstance(first, Image.Image) else Image.open(first) as image:
+    with suppress(Exception), ExitStack() as opened:
+        image = first
+        if not isinstance(first, Image.Image):
+            image = opened.enter_context(Image.open(opened.enter_context(open_regular(first)), formats=formats()))
         if min(image.size) != default:
             sides = f"the first image has {image.width} x {image.height} px"
             info(f"{sides}, all become squares of {default} px; --size (size=...) chooses another side, for all tasks")

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from ptlf.core.batch import to_device
 from ptlf.core.errors import UserError
+from ptlf.core.files import open_regular
 from ptlf.stream.disk import disk_errors
 from ptlf.stream.task import Images
 
@@ -114,7 +115,8 @@ class PixelFile:
 
     def __init__(self, pixels: np.memmap) -> None:
         self.path, self.begin, self.bytes = Path(str(pixels.filename)), pixels.offset, pixels.strides[0]
-        self.descriptor = os.open(self.path, os.O_RDONLY)
+        with open_regular(self.path) as file:
+            self.descriptor = os.dup(file.fileno())
         weakref.finalize(self, os.close, self.descriptor)
 
     def read(self, rows: list[int], out: np.ndarray) -> None:

@@ -11,7 +11,7 @@ from typing import Any, Literal, get_args
 import numpy as np
 
 from ptlf.core.errors import UserError
-from ptlf.core.files import file_digest
+from ptlf.core.files import check_regular, file_digest
 from ptlf.core.reading import DAMAGE, check_shape, explain, parse_json, read_text
 from ptlf.stream.archives import SOURCES
 from ptlf.stream.decode import FITS, Fit
@@ -73,10 +73,11 @@ class Pack:
             raise UserError(f"{outside}; {hint(self.name)}")
         return labels
 
-    def load(self, name: str, shape: tuple[int, ...], dtype: type) -> Any:
+    def load(self, name: str, shape: tuple[int, ...], dtype: Any) -> Any:
         """A file of the set, memory-mapped."""
         file = self.path / name
         try:
+            check_regular(file)
             array = np.load(file, mmap_mode="r")
         except Exception as error:  # numpy can raise almost any exception on a malformed file
             raise UserError(f"{file} cannot be read: {explain(error)}; {hint(self.name)}") from None

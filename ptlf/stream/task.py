@@ -40,6 +40,8 @@ class Images:
     labels: np.ndarray
     sha256: str | None = None  # of the files that hold pixels and labels, where it is known
 
+    kept = True  # False: they were deleted since
+
     def __len__(self) -> int:
         return len(self.pixels)
 
@@ -86,6 +88,11 @@ class EvalSplit:
     test: np.ndarray
     since: int
     always: bool = False  # belongs to no task: tested after every one, however evaluation is limited
+
+    @property
+    def kept(self) -> bool:
+        """Whether its images are still there."""
+        return self.bank_images.kept and self.test_images.kept
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,6 @@ A file is a line with the SHA-256 of the rest, and safetensors data: tensors, an
 import hashlib
 import json
 import re
-import time
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -18,8 +17,9 @@ from safetensors.torch import load, save
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ptlf.core.errors import UserError, warn
-from ptlf.core.files import sync_folder, write_whole
+from ptlf.core.errors import UserError, quoted, warn
+from ptlf.core.files import check_held, open_regular, sync_folder, write_whole
+from ptlf.core.phases import Clock
 from ptlf.core.settings import key
 
 KIND = b"ptlf checkpoint "
@@ -79,7 +79,8 @@ class Checkpoints:
         """resume_command: what to type to continue the run."""
         self.folder, self.config, self.resume_command = folder / "checkpoints", config, resume_command
         self.last: Path | None = None  # that was written, or loaded
-        self._saved_at = time.monotonic()
+        self._clock = Clock()
+        self._saved_at = self._clock()
         self._writing: Future[None] | None = None
 
     def due(self, position: Position) -> bool:
@@ -88,13 +89,13 @@ class Checkpoints:
         every, done = (steps, position.step) if position.step else (epochs, position.epoch)
         if position.between_tasks or (every and done % every == 0):
             return True
-        return bool(minutes) and time.monotonic() - self._saved_at >= 60 * minutes
+        return bool(minutes) and self._clock() - self._saved_at >= 60 * minutes
 
     def save(self, position: Position, state: Mapping[str, Any]) -> None:
         """Copies the state and has it written. Waits for the write before this one, and raises its error."""
         self.wait()
         path, copy = self.folder / position.file, HostCopy(state)
-        self._saved_at = time.monotonic()
+        self._saved_at = self._clock()
         thread = ThreadPoolExecutor(1)  # Python waits for it before it exits
         self._writing = thread.submit(self._write, path, copy)
         thread.shutdown(wait=False)
@@ -107,6 +108,7 @@ class Checkpoints:
 
     def _write(self, path: Path, copy: "HostCopy") -> None:
         """In the thread. It calls nothing of CUDA: meanwhile the training thread may be capturing a graph."""
+        check_held(self.folder)
         self.folder.mkdir(exist_ok=True)
         sync_folder(self.folder.parent)
         try:
@@ -129,18 +131,23 @@ class Checkpoints:
         for path in reversed(self.files()):
             try:
                 state = read_checkpoint(path)
-            except (DamagedCheckpoint, OSError) as reason:
+            except (DamagedCheckpoint, OSError) as error:
+                reason = getattr(error, "strerror", None) or error
                 path.rename(path.with_name(path.name + ".damaged"))
                 warn(f"{path} is damaged ({reason}); trying the one before it")
                 continue
             self.last = path
             return state
+        if any(self.folder.glob("*.damaged")):
+            again = "remove that folder to train every task again"
+            anew = f"begin a new run with --encoder.weights {quoted(self.folder.parent)}"
+            raise UserError(f"no checkpoint in {self.folder} is whole; put one back, {again}, or {anew}")
         return None
 
     def check_version(self) -> None:
         """Refuse to resume from a checkpoint of another version of ptlf, by the newest file's first bytes."""
         for path in self.files()[-1:]:
-            with open(path, "rb") as file:
+            with open_regular(path) as file:
                 check_magic(path, file.read(len(MAGIC)))
 
     def files(self) -> list[Path]:
@@ -193,7 +200,7 @@ def read_checkpoint(path: Path) -> dict[str, Any]:
             return tensors[value["$tensor"]] if "$tensor" in value else {name: restored(v) for name, v in value.items()}
         return [restored(part) for part in value] if isinstance(value, list) else value
 
-    with open(path, "rb") as file:
+    with open_regular(path) as file:
         head, data = file.read(len(MAGIC) + 65), file.read()
     check_magic(path, head)
     if head != first_line(data):

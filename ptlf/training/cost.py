@@ -1,11 +1,12 @@
 """Cost of training: bytes saved for backward, backward FLOPs, seconds by purpose, peak memory."""
 
-import time
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 import torch
+
+from ptlf.core.phases import Clock
 
 
 def peak_memory_bytes(device: torch.device) -> int | None:
@@ -25,7 +26,7 @@ class Stopwatch:
         self.device = device
         self.seconds: dict[str, float] = defaultdict(float)
         self._running: list[str] = []
-        self._since = 0.0
+        self.now, self._since = Clock(), 0.0
 
     @contextmanager
     def __call__(self, purpose: str) -> Iterator[None]:
@@ -44,7 +45,7 @@ class Stopwatch:
     def _charge(self) -> None:
         """Add the time since the last call to the innermost running purpose."""
         wait_for(self.device)
-        now = time.perf_counter()
+        now = self.now()
         if self._running:
             self.seconds[self._running[-1]] += now - self._since
         self._since = now

@@ -3,9 +3,14 @@
 import os
 import signal
 import threading
+import time
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any, Self
+
+from ptlf.core.errors import quoted
+
+PATIENCE = 2.0  # seconds
 
 
 class Stopped(Exception):
@@ -15,12 +20,27 @@ class Stopped(Exception):
     def __init__(self, folder: Path, number: int, advice: str = "", lost: str = "", unlearnt: str = "") -> None:
         how = f"stopped without saving: {lost}" if lost else "stopped"
         what = f"{unlearnt}; " if unlearnt else ""
-        super().__init__(f"{how}; {what}{advice or f'continue with `ptlf train --resume {folder}`'}")
+        super().__init__(f"{how}; {what}{advice or f'continue with `ptlf train --resume {quoted(folder)}`'}")
         self.folder, self.number, self.lost, self.unlearnt = folder, number, lost, unlearnt
 
     def again(self, advice: str) -> "Stopped":
         """The same with another advice, for a command that trains several runs."""
         return Stopped(self.folder, self.number, advice, self.lost, self.unlearnt)
+
+
+class InterruptOnce:
+    """A handler of SIGINT for a whole program: what the first Ctrl-C ends is not disturbed by those that follow at
+    once, and given up after the next."""
+
+    def __init__(self) -> None:
+        self.at: float | None = None
+
+    def __call__(self, number: int, frame: FrameType | None) -> None:
+        if self.at is None:
+            self.at = time.monotonic()
+            raise KeyboardInterrupt
+        if abs(time.monotonic() - self.at) > PATIENCE:
+            os._exit(128 + number)
 
 
 class StopSignals:
@@ -45,7 +65,8 @@ class StopSignals:
 
     def _ask(self, number: int, frame: FrameType | None) -> None:
         if self.stop_signal is not None and number == signal.SIGINT:
-            raise KeyboardInterrupt
+            before = self._before.get(number)
+            return before(number, frame) if callable(before) else signal.default_int_handler(number, frame)
         self.stop_signal = number
         if self.tell:  # os.write, because print is not reentrant
             words = "finishing what is under way, then saving; Ctrl-C (again) leaves at once, unsaved"

@@ -5,6 +5,9 @@ import json
 import os
 import shutil
 import signal
+import subprocess
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +22,7 @@ from safetensors.torch import load_file
 import ptlf
 from ptlf import learner as learner_module
 from ptlf.cli import main
-from ptlf.core.errors import UserError
+from ptlf.core.errors import UserError, printable, quoted
 from ptlf.core.phases import Watcher
 from ptlf.evaluation import EvaluationConfig
 from ptlf.methods import METHODS
@@ -389,7 +392,7 @@ BAD = [
     (broken, [], "05.png cannot be used: not an image in a known format; repair or remove it, or"),
     (other_size, [], "large has images of 16 px, not 8"),
     (lambda folder: npz(folder, images=np.full((4, 8, 8, 3), 9.0)), [], "floating-point pixels lie in 9..9"),
-    (lambda folder: paint(folder, 1), [], "task 2 has 1 image; a batch needs at least 2"),
+    (lambda folder: paint(folder, 1, seed=7), [], "task 2 has 1 image; a batch needs at least 2"),
     (broken, ["--training.epochs", "5"], "epochs and batch were chosen with its first task and hold for all"),
     (broken, ["--size", "16"], "leave out --size"),
     (broken, ["--evaluation.tasks", "some"], "evaluation.tasks must be all, last:N or sample:N"),
@@ -643,15 +646,131 @@ def test_a_folder_is_watched(root: Path, tmp_path: Path) -> None:
     assert learn(run, *once).out == f"nothing new in {inbox}: its subfolders were learnt or hold no images\n"
     shutil.copytree(root / "pictures" / "day1", inbox / "copy")
     shutil.copytree(root / "pictures" / "day3", inbox / "day3")
+    broken(inbox / "broken")
     told = learn(run, *once, code=2).err
-    assert "copy is left out: copy holds the very images of task day1" in told
-    assert f"1 left out: copy; repair, or move out of {inbox}\n" in told
+    assert "nothing new in copy: all 20 images were learnt before" in told
+    assert "broken is left out: " in told and f"1 left out: broken; repair, or move out of {inbox}\n" in told
     assert [found.name for found in arrivals(run)] == ["0001-day1", "0002-day2", "0003-day3"]
     check_same(run, whole(root))
     before = files_in(run)
     shutil.rmtree(inbox)
     assert f"the folder to watch, {inbox}, is not there" in learn(run, *once, code=2).err
     assert files_in(run) == before
+
+
+def other_images(day: Path) -> None:
+    """Under the same names, of the same dates."""
+    for file in day.iterdir():
+        dates = file.stat()
+        Image.fromarray(255 - np.asarray(Image.open(file))).save(file)
+        os.utime(file, ns=(dates.st_atime_ns, dates.st_mtime_ns))
+
+
+def emptied_and_filled(day: Path) -> None:
+    shutil.rmtree(day)
+    paint(day, 7, seed=80)
+
+
+def names_swapped(day: Path) -> None:
+    for number, file in enumerate(sorted(day.iterdir(), reverse=True)):
+        file.rename(day / f"x{number}.png")
+
+
+def some_new(day: Path) -> None:
+    paint(day / "more", 2, seed=81)
+
+
+DAY_NAMES = ["monday", "\u200emonday", os.fsdecode(b"mond\xe4y"), "a\x1b[31mb", "new\nline  '", "-x"]
+CHANGES = [(other_images, [8, 8]), (emptied_and_filled, [8, 7]), (names_swapped, [8]), (some_new, [8, 2])]
+
+
+@pytest.mark.parametrize(("change", "counts"), CHANGES)
+@pytest.mark.parametrize("name", DAY_NAMES)
+def test_a_watched_day_is_known_by_its_images(tmp_path: Path, monkeypatch, name: str, change, counts) -> None:
+    run, inbox = tmp_path / "run", tmp_path / "inbox"
+    paint(inbox / name, 8)
+    once = ["--watch", inbox, "--once", "--settle", "0"]
+    learn(run, *once, *WORDS)
+    change(inbox / name)
+    learn(run, *once)
+    assert [task.split("train").count for task in arrivals(run)] == counts
+    monkeypatch.setattr(learner_module, "pack_incoming", None)  # it is not looked at again
+    assert learn(run, *once).out == f"nothing new in {inbox}: its subfolders were learnt or hold no images\n"
+
+
+PATHS = [*DAY_NAMES, "two  spaces", "q'uo\"te", "$(touch x)", "`x`", "~", "a\u00a0b", "ü", "[red]"]
+
+
+@pytest.mark.parametrize("name", PATHS)
+def test_a_printed_command_works_as_it_is_typed(tmp_path: Path, name: str) -> None:
+    typed = " ".join(printable(f"ptlf learn {quoted(Path(name))}").split())
+    made = subprocess.run(["bash", "-c", f"printf '%s\\0' {typed}"], capture_output=True, cwd=tmp_path).stdout
+    assert [Path(os.fsdecode(word)) for word in made.split(b"\0")[2:-1]] == [Path(name)]
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_date_in_the_future_is_no_reason_to_wait(tmp_path: Path) -> None:
+    file, now = paint(tmp_path / "monday", 1) / "00.png", time.time()
+    os.utime(file, (now + 1e6, now + 1e6))
+    for later, there in ((5, 0), (100, 1), (-1e5, 1)):  # the last: the machine's clock was wrong
+        assert len(settled(tmp_path, 30, now + later)) == there
+
+
+def test_images_are_known_by_any_name_in_any_order_and_counted(run: Path, root: Path, tmp_path: Path) -> None:
+    files = sorted((root / "plain" / "day1").rglob("*.png"))
+    for number, file in enumerate(reversed(files)):
+        (tmp_path / "again").mkdir(exist_ok=True)
+        shutil.copy(file, tmp_path / "again" / f"{number}.png")
+    told = "{0} of the {1} images of again were learnt before: task day1, number 1 of those that arrived; "
+    assert told.format(20, 20) + "give --again" in learn(run, tmp_path / "again", code=2).err
+    paint(tmp_path / "again" / "x", 1, seed=90)
+    for image in run.glob("tasks/*/*.npy"):  # known nevertheless
+        image.unlink()
+    assert told.format(20, 21) + "they are learnt again" in learn(run, tmp_path / "again").err
+
+
+def test_old_images_may_be_deleted(root: Path, tmp_path: Path) -> None:
+    """The run goes on, with the bits that it would have without tests of old tasks, and says what is not tested."""
+    run = learnt(tmp_path / "run", config(evaluation__gallery=True), ["day1", "day2"])
+    shutil.copytree(run, tmp_path / "whole")
+    for name in ("train", "test_labels"):
+        (run / "tasks" / "0001-day1" / f"{name}.npy").unlink()
+    gone = "the images of ['day1'] were deleted: these tasks stay learnt, and are tested no more"
+    assert gone in learn(run, "day3").err
+    learn(tmp_path / "whole", "day3")
+    assert same(*(load_file(folder / "encoder.safetensors") for folder in (run, tmp_path / "whole")))
+    assert row_marks(results_of(run)["probes"]["knn_task"]) == ["x..", "xx.", ".xx"]
+    assert gone in run_cli("evaluate", "--trust-code", run).err
+    assert "(1 run)" in run_cli("report", run).out
+
+
+def test_two_calls_from_two_folders_and_two_threads(tmp_path: Path, monkeypatch) -> None:
+    for name in ("one", "two"):
+        (tmp_path / name).mkdir()
+    monkeypatch.chdir(tmp_path / "one")
+    learner = ptlf.Learner.new(config(), "run")
+    learner.learn(noise(16, 0), "monday", watcher=QUIET)
+    monkeypatch.chdir(tmp_path / "two")
+    assert learner.learn(noise(16, 1), "tuesday", watcher=QUIET)["tasks"] == ["monday", "tuesday"]
+    assert not list((tmp_path / "two").iterdir())
+
+    class Another(Watcher):
+        def step(self, views: int) -> None:
+            other = ptlf.Learner.new(config(), tmp_path / "other")
+            with ThreadPoolExecutor(1) as pool, pytest.raises(UserError, match="another thread trains"):
+                pool.submit(other.learn, noise(16, 2), "monday", watcher=QUIET).result()
+
+    learner.learn(noise(16, 3), "wednesday", watcher=Another())
+
+
+def test_without_a_whole_checkpoint_nothing_begins_anew(run: Path, root: Path) -> None:
+    learn(run, "day2")
+    for file in (run / "checkpoints").iterdir():
+        file.write_bytes(file.read_bytes()[:-100])
+    before = {name: data for name, data in files_in(run).items() if "checkpoints" not in name}
+    for told in ("is whole; put one back", "holds no checkpoint of its last task"):
+        assert told in learn(run, "day3", code=2).err
+        assert {name: data for name, data in files_in(run).items() if "checkpoints" not in name} == before
 
 
 def test_a_folder_is_as_old_as_its_oldest_image(tmp_path: Path) -> None:
@@ -663,7 +782,7 @@ def test_a_folder_is_as_old_as_its_oldest_image(tmp_path: Path) -> None:
     for name, date in dates.items():
         os.utime(tmp_path / name, (date, date))
     (tmp_path / "empty").mkdir()
-    assert [path.name for path in settled(tmp_path, 0, 1000)] == ["monday", "tuesday", "thursday"]
+    assert [path.name for path, _ in settled(tmp_path, 0, 1000)] == ["monday", "tuesday", "thursday"]
 
 
 def test_a_watched_folder_that_vanishes(root: Path, tmp_path: Path, monkeypatch) -> None:
@@ -749,7 +868,7 @@ def test_lists_and_pairs_are_learnt_and_embedded(tmp_path: Path) -> None:
     learner.learn(images, name="list", watcher=QUIET)
     earlier = learner.embed(images)
     pairs = [(image, "ab"[number % 2]) for number, image in enumerate(images[::-1])]
-    results = learner.learn(pairs, name="pairs", test_fraction=0.25, watcher=QUIET)
+    results = learner.learn(pairs, name="pairs", test_fraction=0.25, again=True, watcher=QUIET)
     assert results["tasks"] == ["list", "pairs"] and results["eval_splits"] == ["pairs"]
     features = learner.embed(images)
     assert np.array_equal(features, learner.embed(list(pixels))) and features.shape == (24, 16)

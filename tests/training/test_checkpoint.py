@@ -27,7 +27,7 @@ from ptlf.run.folder import lock_of_run
 from ptlf.run.loop import Run
 from ptlf.run.results import epoch_lines
 from ptlf.run.snapshots import Snapshots
-from ptlf.training import checkpoint, cost
+from ptlf.training import checkpoint
 from ptlf.training.checkpoint import CheckpointConfig, Checkpoints, HostCopy, Position, write_checkpoint
 from ptlf.training.optimizers import OPTIMIZERS, UpdateRule
 from ptlf.training.process import Stopped
@@ -452,7 +452,7 @@ def test_seconds_of_all_parts_count_and_checkpoints_do_not(tiny, tmp_path, monke
     """With a clock on which every checkpoint takes a thousand seconds more."""
     now, save = time.perf_counter, Checkpoints.save
     saved: list[Position] = []
-    monkeypatch.setattr(cost.time, "perf_counter", lambda: now() + 1000 * len(saved))
+    monkeypatch.setattr(time, "perf_counter", lambda: now() + 1000 * len(saved))
     monkeypatch.setattr(Checkpoints, "save", lambda self, *words: (saved.append(words[0]), save(self, *words)))
     results = stop_and_go_on(tiny("digits/simsiam/ptlf"), tmp_path / "run", 5, 3)
     spent = results["cost"]
