@@ -17,7 +17,7 @@ from ptlf.core.errors import UserError, info, warn
 from ptlf.core.phases import Watcher
 from ptlf.core.reading import flatten
 from ptlf.core.registry import settings_from
-from ptlf.core.settings import as_dict, merge, nested
+from ptlf.core.settings import as_dict, merge
 from ptlf.encoders import brings_weights
 from ptlf.evaluation import PROBES
 from ptlf.report.live import Live, tell
@@ -25,7 +25,7 @@ from ptlf.run.build import check_grows, make_stream
 from ptlf.run.config import Config, from_dict, read_yaml
 from ptlf.run.drift import Drift, decisions, drift_of, record_decision
 from ptlf.run.evaluate import evaluate_run, may_change
-from ptlf.run.fitting import fit_settings, free_settings
+from ptlf.run.fitting import fit_settings, free_settings, nest_settings
 from ptlf.run.folder import START, check_arrived, check_new, has_finished, keep_encoder, restore_encoder, save_encoder
 from ptlf.run.incoming import STREAM, appearance, arriving_config, claimed_for_learning, select_new, take_back
 from ptlf.run.inference import LoadedEncoder, load_encoder
@@ -44,8 +44,6 @@ from ptlf.training.process import Stopped
 
 MAX_SECONDS = 1e9
 MAY_BE_GIVEN = ("device", "evaluation.tasks", "log")  # of a run that is there
-ARGUMENTS_OF_LEARN = {"name", "again", "new_only", "if_drift", "keep_encoders", "watcher", "test_fraction"}
-ARGUMENTS_OF_LEARN |= {"on_error", "workers", "fit"}
 FROM_NOTHING = (
     "the encoder begins with random weights: from a few thousand images it may tell them apart no better than a "
     "histogram of colours does; give one that knows something, as --encoder.name hf:FOLDER or --encoder.weights FILE"
@@ -394,13 +392,3 @@ class Learner:
 
     def _load(self, as_of: str | None = None) -> LoadedEncoder:
         return load_encoder(self.folder, self._start(), self.config.device, trust_code=True, as_of=as_of)
-
-
-def nest_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Sections and dotted keys, as Python gives them, as one nested dictionary."""
-    given: dict[str, Any] = {}
-    for name, value in settings.items():
-        if name in ARGUMENTS_OF_LEARN:
-            raise UserError(f"{name} is no setting of the run but an argument of learn(): learn(images, {name}=...)")
-        given = merge(Config, given, nested(name, value))
-    return given
