@@ -457,7 +457,7 @@ def test_the_table_of_small_runs_is_that_of_their_records() -> None:
 def test_vectors_of_earlier_days() -> None:
     maps, drift, stream = (
         json.loads((ROOT / "results" / "versions" / f"{name}-seed0.json").read_text())
-        for name in ("maps-default", "drift-default", "stream-32px")
+        for name in ("maps-default", "drift-default", "stream-10-epochs")
     )
     for days, *cells in table(VERSIONS, "| days later |"):
         rows = [row for row in maps["rows"] if row["days"] == int(days)]

@@ -25,6 +25,9 @@ UNKNOWN_FLOPS = 7.3e4  # per pixel, of other encoders
 MAX_CONTINUED = 48_000  # images, every epoch's counted, that a given encoder is trained on in a task of few
 STEP = 6  # forwards that a step on an image costs: two views, and the backward takes as long as two forwards
 
+ARGUMENTS_OF_LEARN = {"name", "again", "new_only", "if_drift", "keep_encoders", "watcher", "test_fraction"}
+ARGUMENTS_OF_LEARN |= {"on_error", "workers", "fit"}
+
 
 @dataclass(frozen=True)
 class Machine:
@@ -152,3 +155,13 @@ def expected_sizes(settings: Settings) -> list[int]:
         numbers = dict(enumerate(names.values()))
         return [sum(names.get(str(name), numbers.get(name, 0)) for name in group) for group in stream["groups"]]
     return [int(part.sum()) for part in np.array_split(counts, min(stream["tasks"] or 1, len(counts)))]
+
+
+def nest_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Sections and dotted keys, as Python gives them, as one nested dictionary."""
+    given: dict[str, Any] = {}
+    for name, value in settings.items():
+        if name in ARGUMENTS_OF_LEARN:
+            raise UserError(f"{name} is no setting of the run but an argument of learn(): learn(images, {name}=...)")
+        given = merge(Config, given, nested(name, value))
+    return given
