@@ -207,7 +207,7 @@ def test_every_method_on_few_images() -> None:
 def test_the_example_of_one_machine() -> None:
     """Of `make run`; the random encoder's figures are in the names of the rows."""
     runs = [kept(f"digits/{method}")[0] for method in ("lump", "ptlf")]
-    rows = table_rows(README, "| LUMP | PTLF |")
+    rows = table_rows(ROOT / "docs/start.md", "| LUMP | PTLF |")
     wanted = {
         "`knn_task` accuracy": ("{:.2f}", lambda run: run["probes"]["knn_task"]["accuracy"]),
         "`knn_class` accuracy": ("{:.2f}", lambda run: run["probes"]["knn_class"]["accuracy"]),
