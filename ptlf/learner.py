@@ -26,7 +26,7 @@ from ptlf.run.drift import LEAST, Drift, drift_of, record_decision
 from ptlf.run.evaluate import evaluate_run, may_change
 from ptlf.run.fitting import fit_settings, free_settings, nest_settings
 from ptlf.run.folder import START, check_arrived, check_new, has_finished, keep_encoder, restore_encoder, save_encoder
-from ptlf.run.incoming import STREAM, arriving_config, claimed_for_learning, nest_settings, select_new, take_back
+from ptlf.run.incoming import STREAM, arriving_config, claimed_for_learning, select_new, take_back
 from ptlf.run.inference import LoadedEncoder, load_encoder
 from ptlf.run.loop import Run
 from ptlf.run.recipes import default_recipe, name_of, recipe, with_stored_encoder

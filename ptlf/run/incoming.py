@@ -1,16 +1,14 @@
 """The next task of a run that learns tasks as they arrive: packed, and compared with those it has learnt."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from ptlf.core.errors import UserError, info
 from ptlf.core.files import remove_folder
-from ptlf.core.settings import merge, nested
 from ptlf.encoders.weights import KEPT
 from ptlf.run.build import check_grows
 from ptlf.run.config import Config
@@ -35,10 +33,6 @@ def arriving_config(config: Config, out: Path) -> Config:
     config = replace(config, stream=stream, checkpoint=kept)
     check_grows(config)
     return config
-
-
-ARGUMENTS_OF_LEARN = {"name", "again", "new_only", "if_drift", "keep_encoders", "watcher", "test_fraction"}
-ARGUMENTS_OF_LEARN |= {"on_error", "workers", "fit"}
 
 
 @contextmanager
@@ -103,13 +97,3 @@ def select_new(incoming: Pack, learnt: Sequence[Pack], unfinished: bool, again: 
         raise UserError(f"{before}; {hint}")
     info(f"{before}; they are learnt again, unless --new-only (new_only=True) is given")
     return incoming
-
-
-def nest_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Sections and dotted keys, as Python gives them, as one nested dictionary."""
-    given: dict[str, Any] = {}
-    for name, value in settings.items():
-        if name in ARGUMENTS_OF_LEARN:
-            raise UserError(f"{name} is no setting of the run but an argument of learn(): learn(images, {name}=...)")
-        given = merge(Config, given, nested(name, value))
-    return given
