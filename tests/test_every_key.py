@@ -98,6 +98,7 @@ WITHOUT_EFFECT = {
     "vit-small encoder.image_size": "another than the size of the views does not fit",
     "training.engine": "the same step, made faster; compiling takes longer than all of these runs",
     "evaluation.batch": "the same features, in more or fewer forwards",
+    "checkpoint.keep_images": "deletes what `ptlf learn` packed",
     "distributed.sync_batch_norm": "one process has nobody to share statistics with",
 }
 

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import numpy as np
 from PIL import Image
 
-from ptlf.core.errors import UserError, unknown
+from ptlf.core.errors import UserError, printable, unknown
 from ptlf.core.reading import NUMBER, check_shape, damaged, flatten, read_json
 from ptlf.report.intervals import images_behind, start_of, wilson, worsened
 from ptlf.run.compat import describe_difference, identity_key, identity_settings, other_images, stream_settings
@@ -351,7 +351,7 @@ def name_groups(groups: list[Group]) -> None:
     """Recipe names without their common beginning; where two are equal, settings that differ; then the folder. A
     single run is called by its folder."""
     if len(groups) == len(groups[0].runs) == 1:
-        groups[0].label = groups[0].runs[0].folder.resolve().name
+        groups[0].label = printable(groups[0].runs[0].folder.resolve().name)
         return
     for group, name in zip(groups, split_prefix([group.first["name"] for group in groups])[1], strict=True):
         group.label = name
@@ -362,9 +362,9 @@ def name_groups(groups: list[Group]) -> None:
         short = [key.removesuffix(".name").rpartition(".")[2] for key in keys[:2]]  # objective.name is the objective
         for twin, values in zip(twins, flat, strict=True):
             settings = ", ".join(f"{name} {values[key]}" for name, key in zip(short, keys, strict=False))
-            twin.label += f" ({settings or twin.runs[0].folder.name})"
+            twin.label += f" ({settings or printable(twin.runs[0].folder.name)})"
     for twin in (twin for twins in same_label(groups) for twin in twins):
-        twin.label += f" in {twin.runs[0].folder.name}"
+        twin.label += f" in {printable(twin.runs[0].folder.name)}"
 
 
 def split_prefix(names: Sequence[str]) -> tuple[str, list[str]]:

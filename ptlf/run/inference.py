@@ -229,8 +229,6 @@ def embed_images(
     many images there are, how long each one's features are, and which were skipped. Only names and labels are held in
     memory. loading: `device`, `trust_code` and `as_of`, for `load_encoder`."""
     write_rows = writer_for(out)
-    if out.exists() and not are_features(out):
-        raise UserError(f"--out {out} exists and holds no features of `ptlf embed`; choose another name, or remove it")
     prefixes = [f"{path.rstrip('/')}/" if len(images) > 1 else "" for path in images]
     opened = [open_images(find_images(path, data_root())) for path in images]
     splits = [(prefix, part) for prefix, found in zip(prefixes, opened, strict=True) for part in found.values()]
@@ -321,4 +319,6 @@ WRITERS = {".npz": npz_writer, ".parquet": parquet_writer}
 def writer_for(out: Path) -> Callable[[Path, int, str], AbstractContextManager[Write]]:
     if out.suffix not in WRITERS:
         raise UserError(f"--out {out} must end with {' or '.join(WRITERS)}")
+    if out.exists() and not are_features(out):
+        raise UserError(f"--out {out} exists and holds no features of `ptlf embed`; choose another name, or remove it")
     return WRITERS[out.suffix]

@@ -175,6 +175,8 @@ def test_bad_input_is_one_sentence_and_nothing_is_lost(run: Path, photos: Path) 
         told = " ".join(run_cli(*words, *more, code=2).err.splitlines()[-1:])
         assert re.search(said, told), (words, told)
     assert {path: path.read_bytes() for path in Path().rglob("*") if path.is_file() and path.name != ".lock"} == before
+    np.savez("mine.npz", images=1)
+    assert "holds no features" in run_cli("upgrade", run, "monday.npz", "--out", "mine.npz", code=2).err
     steps = run / "versions" / "0003.safetensors"
     steps.write_bytes(steps.read_bytes()[:-8])
     assert "0003.safetensors is damaged" in run_cli("upgrade", run, "monday.npz", "--out", "out.npz", code=2).err

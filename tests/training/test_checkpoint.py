@@ -236,7 +236,8 @@ def test_a_damaged_file_is_named_and_the_one_before_it_used(tmp_path, capsys) ->
     shutil.rmtree(path.with_name(path.name + ".damaged"))
     (kept.folder / Position(0, 1).file).write_bytes(b"x")
     (kept.folder / ".task01-epoch002-step00000.ckpt.part").write_bytes(b"x")
-    assert kept.load() is None
+    with pytest.raises(UserError, match=r"no checkpoint in .* is whole; put one back"):
+        kept.load()
     assert [path.suffix for path in kept.folder.iterdir()] == [".damaged"]
 
 
