@@ -402,7 +402,8 @@ def test_which_layers_are_frozen() -> None:
 def test_from_nothing() -> None:
     default, vicreg = (json.loads((GIVEN / f"{name}-photos-seed0.json").read_text()) for name in NOTHING)
     given = json.loads((GIVEN / "default-cells-seed0.json").read_text())["known_start"]
-    rows = [given, vicreg["end"], vicreg["colours"], vicreg["start"], default["end"], vicreg["pixels"]]
+    chosen = json.loads((GIVEN / "nothing_vicreg_ptlf-photos-seed0.json").read_text())
+    rows = [given, chosen["end"], vicreg["end"], vicreg["colours"], vicreg["start"], default["end"], vicreg["pixels"]]
     expected = [[f"{100 * statistics.fmean(row[test]):.1f}" for test in ("knn", "linear")] for row in rows]
     assert [row[1:] for row in table(PRETRAINED, "| encoder | kNN, %")] == expected
     better, colours = (gain([vicreg], before, "end", "knn") for before in ("start", "colours"))
