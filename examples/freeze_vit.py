@@ -30,7 +30,7 @@ def main() -> None:
     schedule = ptlf.FreezeSchedule(initial=0.0, final=0.6, epochs=EPOCHS)
 
     for epoch in range(EPOCHS):
-        freezer.freeze(schedule.count(epoch, len(freezer.units)))  # so many from the input on
+        freezer.freeze(schedule.count(epoch, len(freezer.units)))  # that many, from the input on
         right = 0
         for rows in torch.randperm(len(images)).split(64):
             optimizer.zero_grad()

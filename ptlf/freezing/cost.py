@@ -214,7 +214,7 @@ def copied(freezer: Any, example: Any, mode: FakeTensorMode | None) -> tuple[Any
 
 
 def check_none_left(mode: FakeTensorMode, module: nn.Module) -> None:
-    """Raise if anything still holds a fake tensor of `mode`: training with it would do nothing, without a word."""
+    """Raise if anything still holds a fake tensor of `mode`: training with it would silently do nothing."""
     sources = {type(part).__module__ for part in module.modules()}
     for _ in range(2):
         gc.collect()

@@ -51,22 +51,22 @@ class Verdict:
         (start, (gain, sure)), *simple = self.gains.items()
         each = [f"{g:+.1f} ± {half:.1f} {'over' if g >= 0 else 'against'} {name} ({self.others[name]:.1f})"
                 for name, (g, half) in self.gains.items()]  # fmt: skip
-        told = f"On {self.count:,} images of {self.images}: {self.accuracy:.1f} %, {', '.join(each)}. "
+        sentence = f"On {self.count:,} images of {self.images}: {self.accuracy:.1f} %, {', '.join(each)}. "
         worse, unclear = ([n for n, (g, half) in simple if low * half <= g < high * half] for low, high in BELOW)
         if gain < -sure:
             undo = f"; `ptlf learn {quoted(folder)} --undo` takes the last task back" * (len(arrived_names(folder)) > 1)
-            told, worse, unclear = f"{told}Worse than {start}: do not use it{undo}", [], []
+            sentence, worse, unclear = f"{sentence}Worse than {start}: do not use it{undo}", [], []
         elif gain > sure:
-            told += f"Better than {start}"
+            sentence += f"Better than {start}"
         else:
             enough = float(f"{self.count * (sure / gain) ** 2:.1g}") if abs(gain) > sure / 10 else None
             more = f"about {enough:,.0f}" if enough else "many more"
-            told += f"These images cannot tell whether it is better than {start}, {more} could"
-        told += f"; not shown to be better than {' and '.join(unclear)}" * bool(unclear)
+            sentence += f"These images cannot tell whether it is better than {start}, {more} could"
+        sentence += f"; not shown to be better than {' and '.join(unclear)}" * bool(unclear)
         advice = "train longer" + ", or start from pretrained weights" * ("untrained" in start)
-        told += f"; worse than {' and '.join(worse)}: not worth using yet; {advice}" * bool(worse)
-        told += f". {self.copies} are near copies of others, and do not vote on those" * bool(self.copies)
-        return told + "; with 5 or 50 neighbours it looks otherwise" * self.depends_on_k + "."
+        sentence += f"; worse than {' and '.join(worse)}: not worth using yet; {advice}" * bool(worse)
+        sentence += f". {self.copies} are near copies of others, and do not vote on those" * bool(self.copies)
+        return sentence + "; with 5 or 50 neighbours it looks otherwise" * self.depends_on_k + "."
 
 
 def judge(name: str, images: Images, now: LoadedEncoder, start: LoadedEncoder, start_name: str) -> Verdict:
