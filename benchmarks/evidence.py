@@ -3,8 +3,8 @@
     python benchmarks/evidence.py run --out FILE.jsonl [--arms ARM ...] [--seeds N] [--jobs N] [settings]
     python benchmarks/evidence.py table FILE.jsonl
 
-The protocol is Split CIFAR-10 with `resnet18-mini`, half of the images and 40 epochs: about a quarter of an hour on two
-cores. A run that FILE has already is not repeated; with --folder, interrupted runs continue. Settings, such as
+The protocol is Split CIFAR-10 with `resnet18-mini`, half of the images and 40 epochs: 15,800 steps of
+64 images. A run that FILE has already is not repeated; with --folder, interrupted runs continue. Settings, such as
 --training.epochs 10, hold for all runs.
 """
 

@@ -178,7 +178,7 @@ def add_training_verbs(verb: Verb) -> None:
     add = verb("learn", "train", about, overrides=True, usage=usage, epilog=epilog)
     add("folder", "the run's folder; made with the first task", Path, metavar="RUN")
     add("source", "the images of the next task", nargs="?", metavar="SOURCE")
-    default = "arriving/vicreg/continue for a given encoder, else arriving/simsiam/ptlf"
+    default = "arriving/vicreg/continue for a given encoder, else arriving/vicreg/ptlf"
     add("--recipe", f"for a new run: STREAM/OBJECTIVE/METHOD; its stream is not used (default: {default})")
     add("-c --config", "for a new run: YAML file whose settings override the recipe's", Path)
     add("--size", "for a new run: side of the square images in pixels (default: the images' own, or 32)", positive)

@@ -109,7 +109,7 @@ def start_of(results: Json) -> str:
 
 def worsened(probe: str, scores: Sequence[Json], start: str, images: float | None) -> str:
     """What to say if the encoder was better before training, by a probe's scores for each seed; else nothing. Seeds
-    are compared in pairs; of one seed the difference must be more than so many images give by chance."""
+    are compared in pairs; with one seed the difference must exceed what that number of images gives by chance."""
     both = [(each.get("untrained_accuracy"), each.get("accuracy")) for each in scores]
     pairs = [(was, now) for was, now in both if was is not None and now is not None]
     if not (fall := interval([was - now for was, now in pairs])):

@@ -28,7 +28,7 @@ def more_than_zero(value: Any, place: str) -> None:
 
 
 def half_difference(one: float, other: float, images: float) -> float:
-    """Half of the 95 % interval of the difference of two accuracies in %, each on so many images."""
+    """Half of the 95 % interval of the difference of two accuracies in %, each on `images` images."""
     both = (one + other) / 2
     return Z * (2 * both * (100 - both) / images) ** 0.5
 

@@ -146,7 +146,7 @@ def both_splits(data: Dataset) -> Images:
 
 
 def concatenated(parts: list[tuple[Images, np.ndarray]]) -> Images:
-    """At most so many of each part that the whole is not too large."""
+    """At most MAX_IMAGES of each part."""
     chosen = [(images, spaced(rows, MAX_IMAGES)) for images, rows in parts]
     pixels, labels = zip(*((images.pixels[rows], images.labels[rows]) for images, rows in chosen), strict=True)
     return Images(np.concatenate(pixels), np.concatenate(labels))
@@ -184,7 +184,7 @@ def verdicts(
 
 
 def keep(folder: Path, tasks: int, name: str, sha256: str, verdict: Verdict | None, probes: Json | None = None) -> None:
-    """A test after so many tasks, for the run's page."""
+    """Record a test of the encoder after `tasks` tasks, for the run's page."""
     date = datetime.now(UTC).isoformat(timespec="seconds")
     test = {"date": date, "tasks": tasks, "images": name, "sha256": sha256, "probes": probes or {}}
     if verdict:

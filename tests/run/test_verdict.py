@@ -142,11 +142,13 @@ def test_labelled_images_are_judged_after_a_task_and_by_evaluate(tmp_path: Path)
 
 
 def test_an_encoder_that_has_learnt_something_gets_a_recipe_of_its_own() -> None:
+    about = " ".join(run_cli("learn", "--help").out.split())
     for encoder, given in (
         ("resnet18", False), ("given", True), ("hf:folder", True), ("onnx:net.onnx", True), ("timm:resnet18", False),
         ({"name": "timm:resnet18", "pretrained": True}, True), ({"weights": "run"}, True), ({}, False),
     ):  # fmt: skip
         expected = "vicreg/continue" if given else "vicreg/ptlf"
+        assert f"arriving/{expected}" in about
         assert default_recipe("arriving", {"encoder": encoder}) == f"arriving/{expected}", encoder
     for words, expected in ((["--encoder.weights", "run"], "vicreg/continue"), ([], "simsiam/ptlf")):
         assert resolve_config(None, None, words).recipe == f"digits/{expected}"
